@@ -179,7 +179,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric("refused_blocks", _C, "offers to the first tier that were refused, by reason", "reason", REFUSALS),
         Metric(
-            "left_blocks", _C, "copies evicted from the CPU tier that NVMe had not taken, by reason", "reason", REFUSALS
+            "evicted_unwritten",
+            _C,
+            "copies evicted from the CPU tier that NVMe had not taken, by reason",
+            "reason",
+            REFUSALS,
         ),
         Metric("budget_pauses", _C, "times that writes to NVMe stopped because the day's bytes were spent"),
         Metric("dropped_records", _C, "blocks on NVMe whose record could not be committed: a restart misses them"),
@@ -220,7 +224,9 @@ METRICS: Mapping[str, Metric] = {
             _G,
             "blocks on NVMe that are not served, as some rank cannot open their segment now; their room stays taken",
         ),
-        Metric("limbo_blocks", _G, "NVMe slots that come free when the deletion of their record is committed"),
+        Metric(
+            "awaiting_commit_blocks", _G, "NVMe slots that come free when the deletion of their record is committed"
+        ),
         Metric("queued_jobs", _G, "jobs planned or under way", "job", (*JOBS, "files")),
         Metric("backlog_blocks", _G, "blocks in the CPU tier that wait to be written to NVMe"),
         Metric("uncommitted_changes", _G, "changes of the index that wait for their commit"),

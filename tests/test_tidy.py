@@ -129,6 +129,14 @@ def unexplained(text: str) -> Iterator[str]:
             yield from (f"{found.name}.{name}" for name in names if not is_explained(found, name))
 
 
+def scattered_bounds(path: str, text: str) -> Iterator[str]:
+    """A bound of the manager that is not read from the module of all bounds when it is needed."""
+    if path.startswith("kvdisk/manager/"):
+        yield from re.findall(
+            r"^ *(?:_?(?:MOST|MAX)_\w+.* = |from kvdisk\.manager\.bounds import ).*", text, re.MULTILINE
+        )
+
+
 class _Imports(ast.NodeVisitor):
     """Collects what a module imports when it runs, so not what only its annotations need."""
 
@@ -194,6 +202,8 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
         (lambda text: foreign_imports("kvdisk/worker/mover.py", text), "def f():\n    from torch import empty\n"),
         (lambda text: foreign_imports("kvdisk/manager/pool.py", text), "import time\n"),
         (lambda text: foreign_imports("kvdisk/cli/main.py", text), "import requests\n"),
+        (lambda text: scattered_bounds("kvdisk/manager/pool.py", text), "_MOST_SLOTS: Final = 4\n"),
+        (lambda text: scattered_bounds("kvdisk/manager/pool.py", text), "from kvdisk.manager.bounds import JOBS\n"),
         (machine_words, f"see https://{HOSTS[0]}/simple"),
         (machine_words, "cd /" + "root/src"),
         (lambda text: broken_links(ROOT / "README.md", text), "[gone](docs/gone.md)"),
@@ -228,6 +238,10 @@ def test_names_say_what_a_thing_is():
 
 def test_foreign_packages_stay_in_their_rooms():
     assert not [what for path in modules() for what in foreign_imports(named(path), path.read_text())]
+
+
+def test_the_managers_bounds_are_in_one_place():
+    assert not [what for path in modules() for what in scattered_bounds(named(path), path.read_text())]
 
 
 def test_every_python_file_names_its_licence():

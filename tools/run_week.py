@@ -47,8 +47,7 @@ from kvdisk.cli.verify import verify_store
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
 from kvdisk.index.lmdb_index import map_bytes_for
-from kvdisk.manager import demotions, prefetch, step_work
-from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager import bounds, step_work
 from kvdisk.manager.kv_hints import ACTIONS
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits
 from kvdisk.request_trace import RequestTrace
@@ -60,9 +59,8 @@ LEAST_CHUNK = 200
 """Requests that are made at once, at least."""
 STEP_BOUNDS = (
     (step_work, "SPARE_BLOCKS"),
-    (demotions, "MAX_DEMOTE_MOVES"),
-    (prefetch, "MAX_PROMOTE_MOVES"),
-    (TailFirst, "MAX_SKIPPED"),
+    (bounds, "MOVES"),
+    (bounds, "TAILS_SKIPPED"),
 )
 """Bounds of a step, in blocks: with larger blocks they are lower, so that a prompt of as many
 tokens crosses them as it would with blocks of 16."""

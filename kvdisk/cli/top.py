@@ -85,7 +85,7 @@ FLOWS = tuple(route for route in ROUTES if route not in {*READS, *WRITES, FETCH,
 _WAITING = {
     "backlog_blocks": "blocks to write",
     "uncommitted_changes": "changes to commit",
-    "limbo_blocks": "slots to free",
+    "awaiting_commit_blocks": "slots to free",
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -122,10 +122,10 @@ class Engine:
     figures cannot be read. ``seconds``: the time over which its rates are. ``tiers``: by name, such
     as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as "gpu_to_cpu".
     ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md ``backlog_blocks``,
-    ``uncommitted_changes``, ``limbo_blocks`` and ``write_budget_bytes`` (null: writes have no such
-    bound). ``failures``: by kind, since its start, without those that are 0. ``harmless``: failures
-    that a healthy machine has too. ``reads``, ``writes``: bytes per second from and to NVMe at the
-    last looks, the newest last.
+    ``uncommitted_changes``, ``awaiting_commit_blocks`` and ``write_budget_bytes`` (null: writes
+    have no such bound). ``failures``: by kind, since its start, without those that are 0.
+    ``harmless``: failures that a healthy machine has too. ``reads``, ``writes``: bytes per second
+    from and to NVMe at the last looks, the newest last.
     """
 
     engine_store: str

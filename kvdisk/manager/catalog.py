@@ -4,7 +4,7 @@ thread only.
 
 A row lives while its block has a copy in any tier. Each copy's life follows ``BEFORE``; pins
 count the jobs that use it. A copy is READY only when every rank's slot holds the key's bytes
-(invariant 3); a WRITING or pinned copy is never dropped (invariant 4).
+(invariant 3); a WRITING or pinned copy never ends (invariant 4).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ key_hash: Callable[[BlockKey], int] = xxh3_64_intdigest
 
 
 class CopyState(IntEnum):
-    """State of one copy. DOOMED: found by no lookup any more, waits for its last pin."""
+    """State of one copy. DROPPED: found by no lookup any more, waits for its last pin."""
 
     ABSENT = 0
     WRITING = 1
     READY = 2
-    DOOMED = 3
+    DROPPED = 3
 
 
-ABSENT, WRITING, READY, DOOMED = CopyState
+ABSENT, WRITING, READY, DROPPED = CopyState
 BEFORE: Final = {
     WRITING: (ABSENT,),
     READY: (WRITING,),
-    DOOMED: (WRITING, READY),
-    ABSENT: (WRITING, READY, DOOMED),
+    DROPPED: (WRITING, READY),
+    ABSENT: (WRITING, READY, DROPPED),
 }
 """The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
 _PRESENCE_OF = bytes((ABSENT, WRITING, READY, ABSENT))
@@ -198,7 +198,7 @@ class TierColumns:
         is_old = stored_s < self.oldest_s
         if also_ahead:
             is_old |= stored_s > self.latest_s
-        rows = np.flatnonzero(is_old & (states != ABSENT) & (states != DOOMED))
+        rows = np.flatnonzero(is_old & (states != ABSENT) & (states != DROPPED))
         order: NDArray[np.intp] = np.lexsort((-rows, stored_s[rows]))
         return np.take(rows, order)
 
@@ -428,9 +428,9 @@ class Catalog:
         return rows
 
     def kept_in(self, tier: Tier, segment: int | None = None) -> list[int]:
-        """Return the ``rows_in``, but for DOOMED copies."""
+        """Return the ``rows_in``, but for DROPPED copies."""
         rows = self._columns[tier].rows(segment)
-        kept: list[int] = rows[np.frombuffer(self._columns[tier].states, np.uint8)[rows] != DOOMED].tolist()
+        kept: list[int] = rows[np.frombuffer(self._columns[tier].states, np.uint8)[rows] != DROPPED].tolist()
         return kept
 
     def rows(self) -> list[int]:
@@ -488,7 +488,7 @@ class Catalog:
     def is_only_in(self, tier: Tier, row: int) -> bool:
         """Whether a row has a READY copy in a tier, and none elsewhere that is or gets READY."""
         return self._columns[tier].states[row] == READY and all(
-            columns.states[row] in {ABSENT, DOOMED} for other, columns in self._columns.items() if other is not tier
+            columns.states[row] in {ABSENT, DROPPED} for other, columns in self._columns.items() if other is not tier
         )
 
     def presences(self, keys: Sequence[BlockKey], tiers: TierChoice = None) -> bytes:
@@ -575,12 +575,12 @@ class Catalog:
         self.unpin(rows, tier)
         self._note(rows, tier, stored=True)
 
-    def doom(self, row: int, tier: Tier) -> None:
-        """Let no request find this copy any more. The caller drops it when its pins are gone."""
+    def drop(self, row: int, tier: Tier) -> None:
+        """Let no request find this copy any more. The caller ends it when its pins are gone."""
         self._note((row,), tier, stored=False)
-        self._change((row,), tier, DOOMED)
+        self._change((row,), tier, DROPPED)
 
-    def drop(self, rows: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
+    def end(self, rows: Sequence[int], tier: Tier) -> list[tuple[int, int]]:
         """End unpinned copies, those that follow a copy before it, and return their slots: segments
         and indices.
 
@@ -589,7 +589,7 @@ class Catalog:
         columns = self._columns[tier]
         slots = columns.places(rows)
         self._note(rows, tier, stored=False)
-        assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot be dropped"
+        assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot end"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
         if columns.share is not None:

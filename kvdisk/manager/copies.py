@@ -3,7 +3,7 @@
 
 A write begins a copy, which becomes READY or is abandoned when its job has ended. A read pins its
 source, which was used then, or was bad. A late move has failed, and a device may still touch its
-slots: its target is DOOMED and keeps its writer's pin, and its source keeps its pin, until
+slots: its target is DROPPED and keeps its writer's pin, and its source keeps its pin, until
 ``release``. Of one chain the tail ends first, so that its head ends as the most recently used.
 """
 
@@ -118,7 +118,7 @@ class Copies:
         self._stats = parts.stats
         self._state = parts.state
         self._tiers = tiers
-        self._landing = tiers.landing_tier
+        self._arrival = tiers.arrival_tier
         self._hints = hints
         self._neighbours, self._remote = hints.neighbours, hints.remote
 
@@ -177,29 +177,29 @@ class Copies:
             read.source, slot, read.generation = taken
             read.slots[read.source] = slot
 
-    def take_landing(self, reads: Sequence[Read], *, most: Sequence[int], keep_dirty: bool = False) -> Taken:
+    def take_arriving(self, reads: Sequence[Read], *, most: Sequence[int], keep_dirty: bool = False) -> Taken:
         """Take slots in memory for what some reads bring, as ``take`` does."""
-        assert self._landing is not None
+        assert self._arrival is not None
         keys = [read.key for read in reads]
         rows = [
             read.row if read.row != NONE else row for read, row in zip(reads, self._catalog.find_all(keys), strict=True)
         ]
         offers = Offers(keys, [read.parent for read in reads], rows, groups_of(keys), [read.tenant for read in reads])
-        return self.take(self._landing, offers, keep_dirty=keep_dirty, most=most)
+        return self.take(self._arrival, offers, keep_dirty=keep_dirty, most=most)
 
-    def land(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
+    def begin_arrivals(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
         """Begin a copy in memory of what each of some reads brings."""
-        catalog, landing = self._catalog, self._landing
-        assert landing is not None
+        catalog, arrival = self._catalog, self._arrival
+        assert arrival is not None
         for read, slot in zip(reads, slots, strict=True):
             if read.row < 0:  # another's
                 (read.row,) = catalog.add(
                     (read.key,), (read.generation,), self._state.epoch, (read.parent,), (read.tenant,)
                 )
                 catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
-            read.target, read.slots[landing.tier] = landing.tier, slot
-        catalog.begin([read.row for read in reads], landing.tier, slots)
-        self._state.landing.update([read.key for read in reads])
+            read.target, read.slots[arrival.tier] = arrival.tier, slot
+        catalog.begin([read.row for read in reads], arrival.tier, slots)
+        self._state.arriving.update([read.key for read in reads])
 
     # -- writes begin ----------------------------------------------------------------------------
 

@@ -6,20 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from kvdisk.blocks import BlockKey
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.copies import Offers
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import STATES, ReuseHistory, Visit
 from kvdisk.manager.step_work import SHARES, Kind, StepWork, Work
-
-MOST_NEW: Final = 1 << 16
-"""Blocks that were counted when they were put, and that no request was said to have reached
-since."""
-MOST_CHAINS: Final = 1024
-"""Chains of these blocks that the next put may go on with."""
 
 _Tell = Callable[[Sequence[BlockKey]], None]
 
@@ -50,10 +44,10 @@ class Demand:
         """Those that are told: others' ``want`` does nothing."""
         self._work = work
         self._new: dict[BlockKey, None] = {}
-        """See ``MOST_NEW``; the first that came goes first."""
+        """See ``bounds.UNREACHED``; the first that came goes first."""
         self._chains: dict[BlockKey, tuple[Visit, int]] = {}
-        """See ``MOST_CHAINS``; by the last block, the visit that counted it and the origin of what
-        comes behind."""
+        """See ``bounds.CHAINS``; by the last block, the visit that counted it and the origin of
+        what comes behind."""
 
     # -- what requests come to -----------------------------------------------------------------
 
@@ -93,22 +87,22 @@ class Demand:
         if start >= stop:
             return None
         _, times = self._visit(request, group, stop)
-        late = Stretch(request, group, start, stop, request.origin[group], times)
+        put_off = Stretch(request, group, start, stop, request.origin[group], times)
         request.counted[group] = stop
         request.origin[group] = self._history.origin_behind(request.keys[group][stop - 1])
-        request.late[group] = late
-        return late
+        request.put_off[group] = put_off
+        return put_off
 
-    def go_on(self, late: Stretch, stop: int) -> None:
+    def go_on(self, put_off: Stretch, stop: int) -> None:
         """Count what was put off, up to before block ``stop``."""
-        request, start = late.request, late.start
-        late.start = max(start, min(stop, late.stop))
-        if start < late.start:
-            keys = request.keys[late.group]
-            late.origin = self._history.count(keys, start, late.start, late.origin, late.visit)
-            self._want(request.request_id, keys, start, late.start)
-        if late.start == late.stop and request.late[late.group] is late:
-            request.late[late.group] = None
+        request, start = put_off.request, put_off.start
+        put_off.start = max(start, min(stop, put_off.stop))
+        if start < put_off.start:
+            keys = request.keys[put_off.group]
+            put_off.origin = self._history.count(keys, start, put_off.start, put_off.origin, put_off.visit)
+            self._want(request.request_id, keys, start, put_off.start)
+        if put_off.start == put_off.stop and request.put_off[put_off.group] is put_off:
+            request.put_off[put_off.group] = None
 
     def _count(self, request: RequestState, group: int, stop: int) -> None:
         """Count a request's blocks up to ``stop``, or to the end of its visit; steps count the rest
@@ -116,7 +110,7 @@ class Demand:
         keys, visit, start = request.keys[group], request.visits[group], request.counted[group]
         assert visit is not None
         end, times = visit
-        if request.late[group] is not None:
+        if request.put_off[group] is not None:
             # Nothing has more uses than what it follows, which has not its last one yet.
             times = times._replace(most=max(1, self._history.known(keys[start - 1])[0]))
         stop = request.counted[group] = min(stop, end)
@@ -201,7 +195,7 @@ class Demand:
             else:
                 self._count_chain(keys, parents[keys[0]])
         self._new.update((key, None) for _, key in new)
-        for most, counted in ((MOST_NEW, self._new), (MOST_CHAINS, self._chains)):
+        for most, counted in ((bounds.UNREACHED, self._new), (bounds.CHAINS, self._chains)):
             while len(counted) > most:
                 del counted[next(iter(counted))]
 

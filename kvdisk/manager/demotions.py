@@ -9,14 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from kvdisk.blocks import JobId
+from kvdisk.manager import bounds
 from kvdisk.manager.copies import Copies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.tiers import TierSpace
 from kvdisk.messages import JobKind
-
-MAX_DEMOTE_MOVES = 64
-MAX_DEMOTE_JOBS = 4
-"""Queued or out, from one tier to the next."""
 
 
 class Demotions:
@@ -40,10 +37,10 @@ class Demotions:
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         dirty.blocked = not self._affordable_bytes(now)
-        most = 0 if dirty.blocked else MAX_DEMOTE_MOVES * (MAX_DEMOTE_JOBS - len(self._jobs))
+        most = 0 if dirty.blocked else bounds.MOVES * (bounds.JOBS - len(self._jobs))
         lower.make_room_for_dirty(now, most)
         has_room = {size_class for size_class, count in enumerate(dirty.counts) if count}
-        while has_room and len(self._jobs) < MAX_DEMOTE_JOBS and (affordable := self._affordable_bytes(now)):
+        while has_room and len(self._jobs) < bounds.JOBS and (affordable := self._affordable_bytes(now)):
             wanted = self._next_rows(has_room, affordable)
             if not any(wanted.values()):
                 return  # what is written next is what has waited longest
@@ -65,7 +62,7 @@ class Demotions:
         """Return by size class the dirty copies of these classes whose turn is next: as many as one
         job takes, of ``left`` bytes at most."""
         wanted: dict[int, list[int]] = {size_class: [] for size_class in classes}
-        for row, size_class in islice(self.dirty.in_turn(classes), MAX_DEMOTE_MOVES):
+        for row, size_class in islice(self.dirty.in_turn(classes), bounds.MOVES):
             left -= self._lower.bytes_of(size_class)
             if left < 0:
                 break

@@ -16,14 +16,13 @@ from heapq import merge
 from itertools import repeat
 
 from kvdisk.blocks import Tier, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import ABSENT, NONE, READY, WRITING
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
 
-MOST_WALKED = 4096
-"""Copies that one call looks at for what lies before those that it is given: bounds a step."""
 _TURN_BITS = 20
 """Turns of one offer, of 64: what is left numbers offers for longer than an engine lives."""
 
@@ -122,11 +121,11 @@ class Dirty:
     def _without_gaps(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the rows without those that would serve nobody below: they follow one that found
         no room there, or is in neither tier. A row's parent is put before it where that has left
-        the lower tier and is in the upper one, within ``MOST_WALKED``. ``rows``: each chain in
+        the lower tier and is in the upper one, within ``bounds.LOOKED_AT``. ``rows``: each chain in
         order, from its tail or its head."""
         above, behind = self._catalog.columns(self._upper).states, self._behind
         found: dict[int, None] = {}
-        left = MOST_WALKED
+        left = bounds.LOOKED_AT
         for row in rows:
             path, last = [row], row
             while (last := self._missing_parent(last)) != NONE and last not in found and above[last] == READY:

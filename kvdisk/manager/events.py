@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager import bounds
 from kvdisk.stats import Stats
-
-MOST_WAITING = 65536
-"""Changes that wait to be taken."""
-MOST_TAKEN = 4096
-"""Keys of a change, and of one ``take``: a start or a reset may have a million."""
 
 
 class BlockChange(NamedTuple):
@@ -41,20 +37,20 @@ class Taken:
 class Journal:
     """Changes of copies, the oldest first."""
 
-    def __init__(self, stats: Stats, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, stats: Stats, most_waiting: int | None = None) -> None:
         self._stats = stats
-        self._most_waiting = most_waiting
+        self._most_waiting = bounds.EVENTS if most_waiting is None else most_waiting
         self._waiting: deque[BlockChange] = deque()
         self._cleared = False
 
     def note(self, tier: Tier, stored: bool, keys: Sequence[BlockKey]) -> None:
         """Add a change. ``keys`` must not change any more."""
-        for start in range(0, len(keys), MOST_TAKEN):
+        for start in range(0, len(keys), bounds.EVENT_KEYS):
             if len(self._waiting) >= self._most_waiting:
                 self._stats.add("lost_events", sum(len(change.keys) for change in self._waiting))
                 self._waiting.clear()
                 self._cleared = True
-            self._waiting.append(BlockChange(tier, stored, keys[start : start + MOST_TAKEN]))
+            self._waiting.append(BlockChange(tier, stored, keys[start : start + bounds.EVENT_KEYS]))
 
     @property
     def waits(self) -> bool:
@@ -62,10 +58,10 @@ class Journal:
         return self._cleared or bool(self._waiting)
 
     def take(self) -> Taken:
-        """Return the oldest changes, of ``MOST_TAKEN`` keys in all."""
+        """Return the oldest changes, of ``bounds.EVENT_KEYS`` keys in all."""
         taken = Taken(self._cleared, [])
         self._cleared = False
-        left = MOST_TAKEN
+        left = bounds.EVENT_KEYS
         while self._waiting and len(self._waiting[0].keys) <= left:
             taken.changes.append(self._waiting.popleft())
             left -= len(taken.changes[-1].keys)

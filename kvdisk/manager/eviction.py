@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS, make_own
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.reuse import CLASSES, ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists, TenantLists
@@ -24,13 +25,9 @@ from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
-MOST_CLASSES: Final = 100
-MOST_WALKED: Final = 256
-"""Tails that are looked at for the place of one that has become a tail: bounds a step. Mostly it is
-among the first: it was used when what followed it was, and that has just left."""
 _NOT_HERE: Final = 255
 _NOBODY: Final = (math.inf, NONE)
-_USELESS: Final = -1.0
+_STATELESS: Final = -1.0
 """Worth less than anything else."""
 _WORTH_OF: Final = (-1.0, 2.0**1000, math.inf)
 """What a copy is worth, by its standing: less than any that has none, or more."""
@@ -57,10 +54,11 @@ class EvictionPolicy:
     """
 
     classes = 1
-    """How many, up to ``MOST_CLASSES``. A block's class only rises while its copy is here."""
+    """How many, within ``bounds``. A block's class only rises while its copy is here."""
 
     def __init__(self, keys: Keys, history: ReuseHistory) -> None:
-        assert 0 < self.classes <= MOST_CLASSES, f"a policy has up to {MOST_CLASSES} classes, and not {self.classes}"
+        most = bounds.POLICY_CLASSES
+        assert 0 < self.classes <= most, f"a policy has up to {most} classes, and not {self.classes}"
         self._keys = keys
         self._history = history
         self._kinds = self.classes + 3
@@ -138,7 +136,7 @@ class EvictionPolicy:
     def _first_not_older(self, lists: RowLists | TenantLists, row: int, used: int) -> int:
         """Return the oldest of a list, which begins with ``row``, that was not used before
         ``used``, or, of a long list, one that was; negative: all were, and the list is short."""
-        for _ in range(MOST_WALKED):
+        for _ in range(bounds.TAILS_LOOKED_AT):
             if row < 0 or self._last[row] >= used:
                 break
             row = lists.newer(row)
@@ -352,7 +350,7 @@ class TailFirst:
     A block without those before it cannot be served. So a copy leaves for room only when no copy in
     its tier follows it, and the policy lists only those. What comes to be followed by a READY copy
     is taken out; it is listed again, by its own last use, when what followed it goes. Of what is
-    listed a few may be followed by a copy that is being written, or is doomed. ``insert`` and
+    listed a few may be followed by a copy that is being written, or is dropped. ``insert`` and
     ``touch`` take of one chain the tail first.
 
     What a block's standing says goes before what the policy says (``standings``).
@@ -361,9 +359,6 @@ class TailFirst:
     where something else follows: unless it has a standing, it leaves next, if nothing follows it by
     then.
     """
-
-    MAX_SKIPPED = 1024
-    """Tails that may not leave, and that a search passes over: bounds a step."""
 
     def __init__(
         self,
@@ -380,14 +375,14 @@ class TailFirst:
         self._catalog = catalog
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
-        self._may_skip = self.MAX_SKIPPED
+        self._may_skip = bounds.TAILS_SKIPPED
         """Tails that may not leave, and that the next search may pass over if it goes on."""
         self.ended_early = False
         """Whether the last search for victims found too few, and the next one goes on from where it
         ended: there may be more."""
         self._in_vain = 0
         """Tails that searches have passed over since one was found, or something left."""
-        self._useless: set[int] = set()
+        self._stateless: set[int] = set()
         """Tails behind which a state has left."""
 
     def insert(self, rows: Sequence[int]) -> None:
@@ -421,16 +416,16 @@ class TailFirst:
         tails = [row for row in before if row not in gone and not self._is_followed(row, gone, staying)]
         if self._history.state_groups:
             for row in rows:
-                self._note_useless(row, self._useless, gone)
-            self._useless.difference_update(rows)
+                self._note_stateless(row, self._stateless, gone)
+            self._stateless.difference_update(rows)
         self._policy.remove(rows)
         self._policy.list_tails(tails)
         if rows:
             self._in_vain = 0
         return tails
 
-    def _note_useless(self, row: int, useless: set[int], gone: dict[int, None]) -> None:
-        """Add to ``useless`` what a copy follows, if that serves nobody once it and all that is
+    def _note_stateless(self, row: int, stateless: set[int], gone: dict[int, None]) -> None:
+        """Add to ``stateless`` what a copy follows, if that serves nobody once it and all that is
         ``gone`` have left."""
         catalog = self._catalog
         parent, group = catalog.parent_rows[row], group_of(catalog.keys[row])
@@ -438,8 +433,8 @@ class TailFirst:
         if parent == NONE or not self._policy.holds(parent) or self._is_followed(parent, gone, {}):
             return
         is_state = group in self._history.state_groups and group_of(catalog.keys[parent]) != group
-        if row in useless or (is_state and catalog.is_only_in(self._tier, row)):
-            useless.add(parent)
+        if row in stateless or (is_state and catalog.is_only_in(self._tier, row)):
+            stateless.add(parent)
 
     # -- who is next -----------------------------------------------------------------------------
 
@@ -447,7 +442,7 @@ class TailFirst:
         """Return what the copy that would leave next brings (``ReuseHistory.rate``); 0: there is
         none."""
         for row in self._tails({}):
-            if row in self._useless:
+            if row in self._stateless:
                 return 0.0
             _, number, age = self._history.known(self._catalog.keys[row])
             return self._history.rate(number, age)
@@ -455,7 +450,7 @@ class TailFirst:
 
     def value_of(self, row: int) -> float:
         """Return what a copy brings, as the policy sees it; see ``EvictionPolicy.value_of``."""
-        return 0.0 if row in self._useless else self._policy.value_of(row)
+        return 0.0 if row in self._stateless else self._policy.value_of(row)
 
     def least_value(self) -> float:
         """Return what the copy brings that would leave next; 0: there is none."""
@@ -479,7 +474,7 @@ class TailFirst:
         found: dict[int, None] = {}
         passed: list[int] = []
         if not go_on:
-            self._may_skip = self.MAX_SKIPPED
+            self._may_skip = bounds.TAILS_SKIPPED
         for row in self._tails(found, tenant) if count > 0 else ():
             if evictable(row):
                 found[row] = None
@@ -490,7 +485,7 @@ class TailFirst:
         self._may_skip -= len(passed)
         if len(found) < count:
             for row in reversed(passed):
-                self._useless.discard(row)
+                self._stateless.discard(row)
                 if self._policy.standing(row) == DEMOTED:
                     self._policy.place(row, None)
                 self._policy.postpone(row)
@@ -508,9 +503,9 @@ class TailFirst:
         """
         policy, parent_rows, tenants = self._policy, self._catalog.parent_rows, self._catalog.tenants
         staying: dict[int, int] = {}
-        useless = {row for row in self._useless if tenants[row] == tenant} if tenant else self._useless.copy()
+        stateless = {row for row in self._stateless if tenants[row] == tenant} if tenant else self._stateless.copy()
         freed = sorted(
-            (self._worth_of(row, useless), row) for row in useless if not self._is_followed(row, found, staying)
+            (self._worth_of(row, stateless), row) for row in stateless if not self._is_followed(row, found, staying)
         )
         heappush(freed, _NOBODY)
         proposals, given = policy.proposals_of(tenant) if tenant else policy.proposals(), set[int]()
@@ -537,13 +532,13 @@ class TailFirst:
                 continue
             if row in found and parent != NONE and not self._is_followed(parent, found, staying):
                 if self._history.state_groups:
-                    self._note_useless(row, useless, found)
-                if parent != proposed[1] or parent in useless:  # else it comes by itself
-                    heappush(freed, (self._worth_of(parent, useless), parent))
+                    self._note_stateless(row, stateless, found)
+                if parent != proposed[1] or parent in stateless:  # else it comes by itself
+                    heappush(freed, (self._worth_of(parent, stateless), parent))
 
-    def _worth_of(self, row: int, useless: Collection[int]) -> float:
-        if row in useless and self._policy.standing(row) is None:
-            return _USELESS
+    def _worth_of(self, row: int, stateless: Collection[int]) -> float:
+        if row in stateless and self._policy.standing(row) is None:
+            return _STATELESS
         return self._policy.worth_of(row)
 
     def _is_followed(self, row: int, found: dict[int, None], staying: dict[int, int]) -> bool:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvdisk.blocks import BY_KEY, BlockKey, JobId, groups_of
+from kvdisk.manager import bounds
 from kvdisk.manager.copies import Copies, Offers
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -17,14 +18,6 @@ from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind, Move
-
-MOST_LOADED = 16384
-"""Blocks that were loaded from the remote store, and that no request was said to have reached
-since."""
-MOST_QUEUED = 16384
-"""Blocks that wait to be fetched. What comes then is not."""
-MOST_FETCH_MOVES = 64
-MOST_FETCH_JOBS = 2
 
 
 class Fetches:
@@ -50,7 +43,7 @@ class Fetches:
         if self._target.in_memory:
             return
         self._loaded.update(dict.fromkeys(keys))
-        while len(self._loaded) > MOST_LOADED:
+        while len(self._loaded) > bounds.UNREACHED:
             self._loaded.popitem(last=False)
 
     def forget_failed(self, record: JobRecord) -> None:
@@ -70,7 +63,7 @@ class Fetches:
         for parent, key in zip((None, *keys), keys, strict=False):
             if key in self._loaded:
                 del self._loaded[key]
-                if len(self._queue) < MOST_QUEUED:
+                if len(self._queue) < bounds.QUEUED:
                     self._queue[key] = parent
         if self._queue and not self._work.has(Kind.FETCHES, self):
             self._work.add(Kind.FETCHES, self, self._fetch_queued())
@@ -84,10 +77,10 @@ class Fetches:
                 self._queue.clear()
                 return
             self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-            if len(self._jobs) >= MOST_FETCH_JOBS:
+            if len(self._jobs) >= bounds.FETCH_JOBS:
                 yield 0
                 continue
-            count = min(MOST_FETCH_MOVES, len(self._queue), self._work.left(Kind.FETCHES))
+            count = min(bounds.MOVES, len(self._queue), self._work.left(Kind.FETCHES))
             self._fetch([self._queue.popitem(last=False) for _ in range(count)])
             yield count
 

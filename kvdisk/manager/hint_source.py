@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from kvdisk.blocks import BlockKey
+from kvdisk.manager import bounds
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.questions import Asking, Questions
 from kvdisk.manager.step_work import Kind, Work
@@ -44,15 +45,14 @@ class Answering(Protocol[AnswerT_co]):
 
 
 class HintTable(Generic[WhatT]):
-    """Blocks that a store is thought to have, what it said of each, and when; the first heard of
-    are forgotten first.
+    """Blocks that a store is thought to have, what it said of each, and when; beyond
+    ``bounds.HINTS`` the first heard of are forgotten first.
 
-    ``most``: returns how many are kept. ``found``: by key; only this class changes it. ``changes``
-    rises whenever other keys are in ``found`` than before.
+    ``found``: by key; only this class changes it. ``changes`` rises whenever other keys are in
+    ``found`` than before.
     """
 
-    def __init__(self, most: Callable[[], int]) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self.found: OrderedDict[BlockKey, tuple[WhatT, float]] = OrderedDict()
         self.changes = 0
 
@@ -61,7 +61,7 @@ class HintTable(Generic[WhatT]):
         self.changes += key not in self.found
         self.found[key] = what, now
         self.found.move_to_end(key)
-        if len(self.found) > self._most():
+        if len(self.found) > bounds.HINTS:
             self.found.popitem(last=False)
             self.changes += 1
 
@@ -88,23 +88,20 @@ class HintTable(Generic[WhatT]):
 class HintSource(ABC, Generic[AnswerT, WhatT]):
     """See the module.
 
-    ``index``: None: there is no such store, or it is asked no more. ``most_keys``, ``most_hints``:
-    blocks of one stretch of a question, and of the table. ``counter``: of the requests for which it
-    was asked.
+    ``index``: None: there is no such store, or it is asked no more. ``counter``: of the requests
+    for which it was asked.
     """
 
     def __init__(
         self,
         parts: Parts,
         index: Answering[AnswerT] | None,
-        most_keys: Callable[[], int],
-        most_hints: Callable[[], int],
         counter: str,
     ) -> None:
         self._answering = index
         self._work = parts.work
-        self._table: HintTable[WhatT] = HintTable(most_hints)
-        self._questions = Questions(parts, self._send, most_keys, counter)
+        self._table: HintTable[WhatT] = HintTable()
+        self._questions = Questions(parts, self._send, counter)
 
     @property
     def hints(self) -> Mapping[BlockKey, tuple[WhatT, float]]:

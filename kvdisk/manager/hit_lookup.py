@@ -139,8 +139,8 @@ class HitLookup:
 
     def _is_being_read(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a block of a hit is just being read into memory: once is enough."""
-        landing, space = self._state.landing, self._tiers.landing_tier
-        if not landing or space is None or hit <= local_tokens:
+        arriving, space = self._state.arriving, self._tiers.arrival_tier
+        if not arriving or space is None or hit <= local_tokens:
             return False
         for group in self._geometry.groups:
             keys, stop = request.keys[group.group], hit // group.block_tokens
@@ -148,7 +148,7 @@ class HitLookup:
                 needed = request.lookups.arriving(self._catalog, space.tier, group.group, keys, stop)
             else:
                 needed = keys[first_needed(group, local_tokens, hit) : stop]
-            if not landing.isdisjoint(needed):
+            if not arriving.isdisjoint(needed):
                 return True
         return False
 

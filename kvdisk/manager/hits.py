@@ -220,7 +220,7 @@ class HitCounts:
             any(self._stats[f"evicted_blocks.{space.tier.label}"] for space in self._tiers if space.in_memory is is_so)
             for is_so in (True, False)
         )
-        untaken = sum(self._stats[f"left_blocks.{why}"] for why in ("room", "budget", "share"))
+        untaken = sum(self._stats[f"evicted_unwritten.{why}"] for why in ("room", "budget", "share"))
         if of_drive and untaken:
             return Miss.EVICTED
         if of_drive:

@@ -9,11 +9,12 @@ from typing import Final
 
 from kvdisk.blocks import BlockKey
 from kvdisk.errors import QuietLog
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.standings import DEMOTED, MOST_STANDINGS, PINNED, RETAINED
+from kvdisk.manager.standings import DEMOTED, PINNED, RETAINED
 from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers
 
@@ -62,8 +63,8 @@ class KVHints:
             share = self._config.pin_share
             self._log.warn(
                 "clipped",
-                f"KV hints pin more blocks than pin_share ({share:g}) of a tier, or name more than {MOST_STANDINGS:,} "
-                "blocks. What is over is retained, or left as it is.",
+                f"KV hints pin more blocks than pin_share ({share:g}) of a tier, or name more than "
+                f"{bounds.STANDINGS:,} blocks. What is over is retained, or left as it is.",
             )
 
     def _end_standings(self) -> Work:

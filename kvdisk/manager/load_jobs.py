@@ -136,7 +136,7 @@ class Load:
     """A request's load.
 
     ``keys``: of the blocks, as ``blocks`` has them. ``rest``: what later jobs bring; None: its
-    first job has all, and fills ``gpu_blocks``. ``id``: its first job. ``landed``: copies that it
+    first job has all, and fills ``gpu_blocks``. ``id``: its first job. ``arrived``: copies that it
     leaves in memory, by size class. ``jobs``: that are queued or out. ``failed``: groups and
     positions. ``failed_blocks``: on the GPU. ``sent_s``: when the first job was. ``is_left``: the
     request has ended. ``is_void``: all of it fails, also what was brought already.
@@ -148,7 +148,7 @@ class Load:
     rest: Rest | None = None
     gpu_blocks: Sequence[tuple[int, ...]] = ()
     id: JobId | None = None
-    landed: Counter[int] = field(default_factory=Counter)
+    arrived: Counter[int] = field(default_factory=Counter)
     jobs: set[JobId] = field(default_factory=set)
     failed: list[tuple[int, int]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
@@ -305,7 +305,7 @@ class LoadJobs:
 
     def _plan_job(self, load: Load, reads: list[Read]) -> int:
         """Plan a job of these reads, which come next; return how many they are."""
-        self._land(load, reads)
+        self._let_arrive(load, reads)
         self._add(load, [read.move for read in reads], [read.detail for read in reads])
         return len(reads)
 
@@ -361,29 +361,29 @@ class LoadJobs:
             found = [blocks[: self._counts[group]] for blocks, group in zip(found, groups, strict=True)]
         return found
 
-    def _land(self, load: Load, reads: Sequence[Read]) -> None:
+    def _let_arrive(self, load: Load, reads: Sequence[Read]) -> None:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room
         allow.
 
         The rest goes through staging. A load leaves no more copies than memory has room for: its
         later jobs would evict what the earlier ones have left.
         """
-        landing = self._tiers.landing_tier
-        if landing is None:
+        arrival = self._tiers.arrival_tier
+        if arrival is None:
             return
         # In the order of the prompt: where room is short, as much is kept of every group.
         others = sorted(
-            (read for read in reads if read.source not in {None, landing.tier} and self._may_land(read)),
+            (read for read in reads if read.source not in {None, arrival.tier} and self._may_arrive(read)),
             key=lambda read: (read.position + 1) * self._geometry.groups[read.group].block_tokens,
         )
-        most = [max(0, total - load.landed[size_class]) for size_class, total in enumerate(landing.pool.total)]
-        slots = self._copies.take_landing(others, most=most).slots
-        landed = [(read, slot) for read, slot in zip(others, slots, strict=True) if slot is not None]
-        if landed:
-            self._copies.land(*zip(*landed, strict=True))
-        load.landed.update(self._geometry.size_classes[read.group] for read, _ in landed)
+        most = [max(0, total - load.arrived[size_class]) for size_class, total in enumerate(arrival.pool.total)]
+        slots = self._copies.take_arriving(others, most=most).slots
+        arrived = [(read, slot) for read, slot in zip(others, slots, strict=True) if slot is not None]
+        if arrived:
+            self._copies.begin_arrivals(*zip(*arrived, strict=True))
+        load.arrived.update(self._geometry.size_classes[read.group] for read, _ in arrived)
 
-    def _may_land(self, read: Read) -> bool:
+    def _may_arrive(self, read: Read) -> bool:
         """Whether a read may begin a copy: of another's block none where this engine has a row."""
         return read.row != NONE or self._catalog.find(read.key) == NONE
 

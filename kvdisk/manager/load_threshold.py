@@ -7,7 +7,7 @@ comes from:
 
     least tokens = tokens computed per second x seconds of the quickest recent load from that tier
 
-rounded down to whole blocks, and at most ``MOST_BLOCKS`` of them. Until both are known every hit is
+rounded down to whole blocks, and at most ``CAP_BLOCKS`` of them. Until both are known every hit is
 loaded, and one request in ``TRIED_ANYWAY`` has its short hit loaded all the same, so that what was
 learnt is tried again.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from kvdisk.blocks import Tier
 
-MOST_BLOCKS = 4
+CAP_BLOCKS = 4
 TRIED_ANYWAY = 16
 LEAST_STEP_TOKENS = 256
 """Steps of fewer tokens say how fast the engine decodes, not how fast it computes a prompt."""
@@ -34,7 +34,7 @@ class LoadThreshold:
     """
 
     def __init__(self, fixed_tokens: int | None, alignment_tokens: int) -> None:
-        self.most_tokens = MOST_BLOCKS * alignment_tokens if fixed_tokens is None else fixed_tokens
+        self.most_tokens = CAP_BLOCKS * alignment_tokens if fixed_tokens is None else fixed_tokens
         self._is_fixed = fixed_tokens is not None
         self._alignment_tokens = alignment_tokens
         self.rate = 0.0

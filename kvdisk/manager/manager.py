@@ -18,6 +18,7 @@ from kvdisk.context import HandedState
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import make_admission
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.block_jobs import BlockJobs
@@ -47,10 +48,6 @@ from kvdisk.manager.tiers import Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Plan, Report
 from kvdisk.remote.base import RemoteIndex
-
-LONGEST_SILENCE = 4
-"""How many times ``io_deadline_s`` an idle engine waits for jobs and commits that are silent.
-Transfers are answered within one; jobs of files and commits may hang with their drive."""
 
 
 class TierManager:
@@ -85,7 +82,7 @@ class TierManager:
         self._heard_s = math.inf
         """When a job was last sent or answered, or a change of the index made or committed; at the
         start: not yet."""
-        self._longest_silence_s = LONGEST_SILENCE * parts.config.io_deadline_s
+        self._longest_silence_s = bounds.SILENT_DEADLINES * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers
         self._heard_tickets = [(0, 0)] * len(tiers)
@@ -393,7 +390,7 @@ class TierManager:
         """
         assert epoch not in {FILE_EPOCH, self._state.epoch}
         self._state.epoch = epoch
-        self._state.landing.clear()
+        self._state.arriving.clear()
         self._work.clear()
         self._hints.stop()
         self._forget_computed()
@@ -519,6 +516,6 @@ class Gauges:
             found |= space.gauges()
         if (paused := self._remote.is_paused) is not None:
             found["remote_paused"] = float(paused)
-        if self._tiers.landing_tier is not None:
+        if self._tiers.arrival_tier is not None:
             found["backlog_blocks"] = sum(space.dirty.total for space in self._tiers if space.dirty is not None)
         return found

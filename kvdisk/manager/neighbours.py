@@ -16,17 +16,12 @@ from typing import Final
 from kvdisk.blocks import AHEAD_S, BlockKey, Slot, Tier, group_of
 from kvdisk.geometry import FILE_EPOCH
 from kvdisk.index.base import Answer, ForeignCopy, Neighbours
+from kvdisk.manager import bounds
 from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.questions import MOST_HINTS, Asking
+from kvdisk.manager.questions import Asking
 from kvdisk.messages import FOREIGN_SEGMENTS, ForeignSegment, JobKind, Move, SegmentSpec
 
-MOST_KEYS = 16384
-"""Keys of one question, over all groups: for the rest of a longer prompt it is asked again."""
-MOST_REJECTED = 8192
-MOST_FILE_JOBS = 1024
-"""Segments that are being opened or dropped at once, from which on no hint is used: where files
-hang, each load would add two more."""
 HINT_LIFE_S = 300.0
 """How long after an answer a copy is thought to be there."""
 
@@ -38,7 +33,7 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
     tier: Final = Tier.NVME
 
     def __init__(self, parts: Parts, neighbours: Neighbours | None) -> None:
-        super().__init__(parts, neighbours, lambda: MOST_KEYS, lambda: MOST_HINTS, "foreign_questions")
+        super().__init__(parts, neighbours, "foreign_questions")
         self._config = parts.config
         self._geometry = parts.geometry
         self._transfers = parts.transfers
@@ -112,7 +107,7 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
         if not self.hints:
             return self.hints
         count = self._transfers.count
-        return self.hints if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < MOST_FILE_JOBS else {}
+        return self.hints if count(JobKind.OPEN_SEGMENT) + count(JobKind.DROP_SEGMENT) < bounds.FILE_JOBS else {}
 
     def take(self, key: BlockKey) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a neighbour's copy, pinned, and its generation; None: none
@@ -154,7 +149,7 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
         home_id = name.home_id
         self._stats.add("foreign_failures")
         self._rejected[home_id, key, generation] = None
-        if len(self._rejected) > MOST_REJECTED:
+        if len(self._rejected) > bounds.REJECTED:
             self._rejected.popitem(last=False)
         hinted = self.hints.get(key)
         if hinted is not None and (hinted[0].home_id, hinted[0].generation) == (home_id, generation):

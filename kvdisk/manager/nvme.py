@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The NVMe tier: slots, limbo, the index, and how much may be written. Scheduler thread only.
+"""The NVMe tier: slots, the index, and how much may be written. Scheduler thread only.
 
-A slot of an evicted copy waits in limbo until its record's deletion is committed, so a committed
+A slot of an evicted copy is not free until its record's deletion is committed, so a committed
 record never names a slot that holds other bytes (invariant 2).
 """
 
@@ -19,6 +19,7 @@ from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.geometry import segment_file_bytes
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
 from kvdisk.index.record_index import Index
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.nvme_restore import restore_blocks
@@ -36,11 +37,8 @@ RUN_BYTES = 16 << 20
 """Bytes of one rank that go to a drive before it is the next drive's turn."""
 SHORT_RUN_SLOTS = 8
 """Free slots in shorter runs than this count as fragmented: a write of a block or few at a time."""
-_MAX_EVICTED_PER_STEP = 256
-MOST_ENDED = 1024
-"""Copies of segments that are being dropped which one step ends."""
-_MOST_SPARE_SLOTS, _SPARE_DIVISOR = 1024, 32
-"""Kept free of a large tier, so that there are long runs to choose from."""
+_SPARE_DIVISOR = 32
+"""One in so many slots is kept free of a large tier, up to ``bounds.SPARE_SLOTS``."""
 _IS_LOST = frozenset({Reason.ABSENT, Reason.HEADER})
 """Why a segment that could not be opened is given up: its file is known to be gone, or not to be
 its own. Whatever else keeps a rank from it may pass."""
@@ -48,7 +46,7 @@ its own. Whatever else keeps a rank from it may pass."""
 
 def spare_slots(total: int) -> int:
     """Return how many of a tier's slots are kept free between steps."""
-    return max(min(64, total // 8), min(_MOST_SPARE_SLOTS, total // _SPARE_DIVISOR))
+    return max(min(64, total // 8), min(bounds.SPARE_SLOTS, total // _SPARE_DIVISOR))
 
 
 class NvmeSpace(TierSpace):
@@ -246,7 +244,7 @@ class NvmeSpace(TierSpace):
         found = super().gauges()
         found[f"capacity_bytes.{self.tier.label}"] = self._free_and_total_bytes()[1]
         found["unavailable_blocks"] = sum(map(self.pool.used_slots, self.segments.away))
-        found["limbo_blocks"] = sum(self.pool.limbo)
+        found["awaiting_commit_blocks"] = sum(self.pool.awaiting)
         found["uncommitted_changes"] = max(0, self._ticket - self._committed)
         free = sum(self.pool.free)
         found["fragmentation_ratio"] = self.pool.free_in_short_runs(SHORT_RUN_SLOTS) / free if free else 0.0
@@ -323,12 +321,12 @@ class NvmeSpace(TierSpace):
                 # Nothing that can be served leaves before somebody wants to write.
                 wish, spare = wish if self.above is not None else 0, 0
             needed = max(self._affordable(size_class, wish), spare)
-            short = needed - self.free_slots(size_class) - self.pool.limbo[size_class]
+            short = needed - self.free_slots(size_class) - self.pool.awaiting[size_class]
             made = short <= 0 or self._make_or_take(size_class, now)
             if short <= 0:
                 self._shift.note_satisfied(size_class)
             elif not made and total:
-                evicted = self._evict(size_class, min(short, _MAX_EVICTED_PER_STEP))
+                evicted = self._evict(size_class, min(short, bounds.EVICTED))
                 self._shift.evicted(size_class, evicted)
                 made = evicted > 0
             made |= self._shift.is_freeing_for(size_class) or self._evictors[size_class].ended_early
@@ -348,10 +346,10 @@ class NvmeSpace(TierSpace):
 
     def may_get_room(self, size_class: int, *, silent: bool) -> bool:
         """Whether ``make_room`` found a way to room, or slots come free with a commit."""
-        limbo = self.pool.limbo[size_class]
-        if silent and (limbo or self._shift.is_freeing_for(size_class)) and not self.free_slots(size_class):
+        awaiting = self.pool.awaiting[size_class]
+        if silent and (awaiting or self._shift.is_freeing_for(size_class)) and not self.free_slots(size_class):
             return False
-        return not self._is_short[size_class] or (self._index_writable and limbo > 0)
+        return not self._is_short[size_class] or (self._index_writable and awaiting > 0)
 
     def _evictable(self) -> Callable[[int], bool]:
         """Return the test whether a copy may be evicted for room: one on a drive that can be
@@ -398,12 +396,12 @@ class NvmeSpace(TierSpace):
         super().reached(rows)
         self.uses.reached(rows)
 
-    def drop(self, rows: Sequence[int]) -> None:
-        """End unpinned copies: their records are deleted, their slots go to limbo."""
+    def end(self, rows: Sequence[int]) -> None:
+        """End unpinned copies: their records are deleted, their slots await that commit."""
         if rows:
             self._ticket = self._index.delete([(self._catalog.epochs[row], self._catalog.keys[row]) for row in rows])
             self.uses.end(rows)
-            super().drop(rows)
+            super().end(rows)
 
     def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         self.pool.retain(slots, self._ticket)
@@ -476,7 +474,7 @@ class NvmeSpace(TierSpace):
     def _end_copies(self) -> None:
         """End copies of segments that are being dropped, as many as a step may: a drive that fails
         while it is opened has all of them."""
-        while self._ending and (left := MOST_ENDED - self._ended) > 0:
+        while self._ending and (left := bounds.ENDED - self._ended) > 0:
             segment = next(iter(self._ending))
             rows = self._catalog.kept_in(self.tier, segment)
             self.discard(*rows[:left])
@@ -495,7 +493,7 @@ class NvmeSpace(TierSpace):
         if not rows:
             self._drop_segment(spec)
             return
-        leaving = rows[:_MAX_EVICTED_PER_STEP]
+        leaving = rows[: bounds.EVICTED]
         self.discard(*leaving)
         self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
 
@@ -551,7 +549,7 @@ class NvmeSpace(TierSpace):
     # -- commits and failures ------------------------------------------------------------------
 
     def commit(self) -> bool:
-        """Take note of what the index has committed: slots leave limbo, and dropped segments lose
+        """Take note of what the index has committed: slots come free, and dropped segments lose
         their files.
 
         Returns whether room came free.

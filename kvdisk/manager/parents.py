@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns
+from kvdisk.manager import bounds
 
 _NO_ROW: Final = -1
 _AT_ONCE: Final = 1 << 16
 """Keys that are compared at once: bounds what that takes of memory."""
 _BEGIN_BYTES: Final = 8
-_MOST_ALIKE: Final = 32
-"""Keys with one beginning that are looked at: as many groups may have blocks of one hash."""
 
 KeyBytes = NDArray[np.uint8]
 """The bytes of keys, with a row for each."""
@@ -51,7 +50,7 @@ def parents_among(blocks: BlockColumns, keys: KeyBytes | None, rows: Mapping[Blo
     are not there."""
     for start in range(0, len(parents), _AT_ONCE):
         left, at = order[start : start + _AT_ONCE], places[start : start + _AT_ONCE]
-        for _ in range(_MOST_ALIKE):
+        for _ in range(bounds.ALIKE):
             at = np.minimum(at, count - 1)
             are_right = _texts(keys.take(at, 0)) == _texts(parents.take(left, 0))
             found[followers[left[are_right]]] = at[are_right]

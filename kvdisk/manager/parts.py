@@ -23,7 +23,7 @@ class StepState:
 
     ``taken_blocks``: how many GPU blocks the engine may have taken since free ones were last
     offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
-    ``landing``: keys of the epoch that are just being read into memory. ``generation``: the last
+    ``arriving``: keys of the epoch that are just being read into memory. ``generation``: the last
     that was given to a copy. ``now_s``: seconds since the Unix epoch, as far as a step knows.
     ``fingerprint``: of the engine's namespace, or the one that is assumed until ``is_identified``:
     before that nothing that outlives the process is read or written.
@@ -33,7 +33,7 @@ class StepState:
     released: int = 0
     taken_blocks: int = 0
     read_awaited: bool = False
-    landing: set[BlockKey] = field(default_factory=set)
+    arriving: set[BlockKey] = field(default_factory=set)
     generation: int = 0
     now_s: int = 0
     fingerprint: bytes = b""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of one tier: each is in exactly one of free, used or limbo (invariant 1).
+"""Slots of one tier: each is in exactly one of free, used or awaiting commit (invariant 1).
 
-Used: held by one copy. Limbo: its record's deletion is not committed yet. What a late transfer may
-still touch is held by a doomed copy that keeps its pin. Scheduler thread only.
+Used: held by one copy. Awaiting commit: its record's deletion is not committed yet. What a late
+transfer may still touch is held by a dropped copy that keeps its pin. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import Slot
 
-FREE, USED, LIMBO = 1, 2, 3
+FREE, USED, AWAITING = 1, 2, 3
 _SHIFT = 32
 """A slot's position: its segment, shifted, and its index. Those of two segments never touch."""
 
@@ -65,21 +65,22 @@ class FreeRuns:
 class SlotPool:
     """The slots of a tier's segments, handed out in runs of neighbours where there are any.
 
-    Each segment belongs to one size class and lies on one drive. ``free``, ``limbo`` and ``total``
-    count slots by size class, of the segments in service.
+    Each segment belongs to one size class and lies on one drive. ``free``, ``awaiting`` and
+    ``total`` count slots by size class, of the segments in service.
     """
 
     def __init__(self, size_class_count: int) -> None:
         self.free = [0] * size_class_count
         self.total = [0] * size_class_count
-        self.limbo = [0] * size_class_count
+        self.awaiting = [0] * size_class_count
         self.states: dict[int, bytearray] = {}
-        """By segment, a byte for each slot: FREE, USED or LIMBO."""
+        """By segment, a byte for each slot: FREE, USED or AWAITING."""
         self._place_of: dict[int, tuple[int, int]] = {}
-        """Size class and drive, by segment in service."""
+        """Size class and drive, by segment in service.
+    """
         self._runs: defaultdict[tuple[int, int], FreeRuns] = defaultdict(FreeRuns)
         """By size class and drive."""
-        self._limbo: deque[tuple[int, list[_Range]]] = deque()
+        self._awaiting: deque[tuple[int, list[_Range]]] = deque()
 
     def add_segment(
         self, segment: int, size_class: int, slot_count: int, used: NDArray[np.uint32] | None = None, drive: int = 0
@@ -103,7 +104,7 @@ class SlotPool:
         for start, end in zip(edges[::2], edges[1::2], strict=True):
             self._runs[size_class, drive].add((segment << _SHIFT) + start, end - start)
         self.free[size_class] += states.count(FREE)
-        self.limbo[size_class] += states.count(LIMBO)
+        self.awaiting[size_class] += states.count(AWAITING)
         self.total[size_class] += len(states)
 
     def retire_segment(self, segment: int) -> None:
@@ -114,16 +115,17 @@ class SlotPool:
                 self._runs[place].remove(start, length)
         size_class, _ = place
         self.free[size_class] -= states.count(FREE)
-        self.limbo[size_class] -= states.count(LIMBO)
+        self.awaiting[size_class] -= states.count(AWAITING)
         self.total[size_class] -= len(states)
 
     def forget_segment(self, segment: int) -> None:
-        """Forget a segment that was retired, if it ever was in service, with what is in limbo."""
+        """Forget a segment that was retired, if it ever was in service, with what awaits a
+        commit."""
         assert segment not in self._place_of
         self.states.pop(segment, None)
 
     def is_empty(self, segment: int) -> bool:
-        """Whether no slot of a segment is used or in limbo."""
+        """Whether no slot of a segment is used or awaits a commit."""
         states = self.states.get(segment, b"")
         return states.count(FREE) == len(states)
 
@@ -168,18 +170,18 @@ class SlotPool:
         self._change(_neighbours(slots), USED, FREE)
 
     def retain(self, slots: Sequence[tuple[int, int]], ticket: int) -> None:
-        """Put used slots in limbo until ``ticket`` is committed. Tickets must not go down."""
+        """Keep used slots until ``ticket`` is committed. Tickets must not go down."""
         if slots:
-            assert not self._limbo or self._limbo[-1][0] <= ticket
+            assert not self._awaiting or self._awaiting[-1][0] <= ticket
             ranges = _neighbours(slots)
-            self._change(ranges, USED, LIMBO)
-            self._limbo.append((ticket, ranges))
+            self._change(ranges, USED, AWAITING)
+            self._awaiting.append((ticket, ranges))
 
     def free_committed(self, committed: int) -> None:
-        """Free the slots in limbo whose ticket is at most ``committed``."""
-        while self._limbo and self._limbo[0][0] <= committed:
-            known = [one for one in self._limbo.popleft()[1] if one[0] in self.states]  # others were forgotten
-            self._change(known, LIMBO, FREE)
+        """Free the slots that await a commit whose ticket is at most ``committed``."""
+        while self._awaiting and self._awaiting[0][0] <= committed:
+            known = [one for one in self._awaiting.popleft()[1] if one[0] in self.states]  # others were forgotten
+            self._change(known, AWAITING, FREE)
 
     def _change(self, ranges: Sequence[_Range], source: int, target: int) -> None:
         for segment, start, length in ranges:
@@ -190,7 +192,7 @@ class SlotPool:
             if segment not in self._place_of:
                 continue  # it was retired
             place = size_class, _ = self._place_of[segment]
-            self.limbo[size_class] += length * ((target == LIMBO) - (source == LIMBO))
+            self.awaiting[size_class] += length * ((target == AWAITING) - (source == AWAITING))
             if target == FREE:
                 self.free[size_class] += length
                 runs, first = self._runs[place], segment << _SHIFT
@@ -207,7 +209,7 @@ class SlotPool:
 def _free_around(states: bytearray, start: int, end: int) -> tuple[int, int]:
     """Return the bounds of the free run around slots that have come free."""
     low, high = 0, len(states)
-    for taken in (USED, LIMBO):
+    for taken in (USED, AWAITING):
         low = max(low, states.rfind(taken, low, start) + 1)
         behind = states.find(taken, end, high)
         high = high if behind < 0 else behind

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, JobId, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Copies, Read, Taken
 from kvdisk.manager.demand import Demand
@@ -28,19 +29,9 @@ from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
-MAX_PROMOTE_JOBS = 4
-"""Promotions queued or out, of drives, and as many of the remote store; the worker reads for them
-only where loads leave half of its reads."""
-MAX_PROMOTE_MOVES = 64
 PREFETCH_DIVISOR = 2
 """One in so many CPU slots of each size class may have a block that is read ahead for a request
 that still waits."""
-MOST_SEEN = 16
-"""Requests at the head of the queue that one step passes over or looks at."""
-MOST_FOUND = 4
-"""Requests whose hits one step looks for; of the last of them however long it is."""
-MOST_ASKED = 16
-"""Prefetches that KV hints ask for and that have not begun, or are not planned to their end."""
 
 
 class _Wanted:
@@ -105,7 +96,7 @@ class Promotions:
         self._state = parts.state
         self._work = parts.work
         self._tiers = tiers
-        self._landing = tiers.landing_tier if len(tiers) > 1 or parts.config.remote else None
+        self._arrival = tiers.arrival_tier if len(tiers) > 1 or parts.config.remote else None
         self._demand = demand
         self._hints = hints
         self._gpu_loads = gpu_loads
@@ -133,7 +124,7 @@ class Promotions:
     def enqueue(self, request: RequestState, *, first: bool = False) -> None:
         """Read ahead for a request that waits, and that may load from all tiers; with ``first``
         before all others."""
-        if self._landing is not None and self._config.prefetch and request.load_tiers is None:
+        if self._arrival is not None and self._config.prefetch and request.load_tiers is None:
             self.leave(request)
             self._waiting[request] = None
             self._waiting.move_to_end(request, last=not first)
@@ -153,9 +144,9 @@ class Promotions:
     def ask(self, request: RequestState, tokens: int) -> bool:
         """Read a prompt's first ``tokens`` ahead, after what requests wait for and whatever becomes
         of this one, as far as there is room. Return False where too many wait already."""
-        if self._landing is None:
+        if self._arrival is None:
             return True
-        if len(self._asked) >= MOST_ASKED:
+        if len(self._asked) >= bounds.PREFETCHES:
             return False
         hashes = request.hashes[: tokens // self._geometry.hash_tokens]
         name = f"{request.request_id}, prefetch"
@@ -184,7 +175,7 @@ class Promotions:
         None is planned while a scheduled request waits for a prefetch, to let that finish first.
         """
         while line:
-            if any(space.status.works for space in self._tiers if space is not self._landing) or self._config.remote:
+            if any(space.status.works for space in self._tiers if space is not self._arrival) or self._config.remote:
                 self._left = self._work.left(kind)
                 found = self._plan(kind, line)
                 if looked := found + self._work.left(kind) - max(0, self._left):
@@ -202,10 +193,10 @@ class Promotions:
             self._lacks_room = False
         elif self._lacks_room and self._waiting:
             return 0
-        for request, wanted in list(islice(line.items(), MOST_SEEN)):
+        for request, wanted in list(islice(line.items(), bounds.WAITING_SEEN)):
             self._hints.renew(request)
             if wanted is None:
-                if found == MOST_FOUND or found_keys >= self._left or self._hints.is_asking(request):
+                if found == bounds.WAITING_LOOKED_UP or found_keys >= self._left or self._hints.is_asking(request):
                     continue
                 found += 1
                 found_keys += sum(map(len, request.keys))
@@ -237,16 +228,16 @@ class Promotions:
         one does not hold up the other."""
         self._remote_jobs = [job_id for job_id in self._remote_jobs if job_id in self._transfers]
         count = len(self._remote_jobs)
-        return (count if is_remote else self._transfers.count(JobKind.PROMOTE) - count) >= MAX_PROMOTE_JOBS
+        return (count if is_remote else self._transfers.count(JobKind.PROMOTE) - count) >= bounds.JOBS
 
     def _find_wanted(self, request: RequestState) -> _Wanted:
         """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
         used."""
-        assert self._landing is not None
+        assert self._arrival is not None
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, hints, tier = self._catalog, self._hints.usable, self._landing.tier
+        catalog, hints, tier = self._catalog, self._hints.usable, self._arrival.tier
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
         changes = self._hints.changes if hints else -1
@@ -271,7 +262,7 @@ class Promotions:
         order = np.argsort(np.concatenate(starts), kind="stable")
         some = order[self._within(request, *(np.concatenate(each)[order] for each in (groups, positions, starts)))]
         if len(some):  # or reading ahead would make room by letting just these leave
-            self._landing.touch(np.concatenate(held)[::-1].tolist())
+            self._arrival.touch(np.concatenate(held)[::-1].tolist())
         return _Wanted(request, np.concatenate(groups)[some], np.concatenate(positions)[some])
 
     def _within(
@@ -292,21 +283,19 @@ class Promotions:
         """Whether a drive has a block, in this row of the catalog, or ``hints``, that neither the
         GPU nor memory has or gets."""
         catalog = self._catalog
-        assert self._landing is not None
+        assert self._arrival is not None
         if self._gpu_loads.loader_of(key) is not None or self._context.is_cached(key):
             return False
         if row < 0:
             return key in hints
-        return catalog.state(row, self._landing.tier) == ABSENT and catalog.readable_tier(row) is not None
+        return catalog.state(row, self._arrival.tier) == ABSENT and catalog.readable_tier(row) is not None
 
     def _plan_job(self, request_id: str, wanted: _Wanted) -> bool:
         """Plan one job of a request's first wanted blocks; False where there is no room for any."""
-        assert self._landing is not None
+        assert self._arrival is not None
         picked: list[Read] = []
         is_remote, hints = self._is_remote(wanted.first), self._hints.usable
-        while (
-            wanted and self._left > 0 and len(picked) < MAX_PROMOTE_MOVES and self._is_remote(wanted.first) is is_remote
-        ):
+        while wanted and self._left > 0 and len(picked) < bounds.MOVES and self._is_remote(wanted.first) is is_remote:
             read = wanted.take()
             self._left -= 1
             row = self._catalog.find(read.key)
@@ -318,7 +307,7 @@ class Promotions:
         for at, (read, slot) in enumerate(zip(picked, taken.slots, strict=True)):
             if slot is not None:
                 self._copies.pin_sources((read,))
-                self._copies.land((read,), (slot,))
+                self._copies.begin_arrivals((read,), (slot,))
                 made.append(read)
             elif at not in taken.refused:
                 left.append(read)
@@ -333,10 +322,10 @@ class Promotions:
 
     def _take(self, request_id: str, reads: Sequence[Read]) -> Taken:
         """Take CPU slots for blocks, within the share of what may be read ahead."""
-        assert self._landing is not None
-        totals = enumerate(self._landing.pool.total)
+        assert self._arrival is not None
+        totals = enumerate(self._arrival.pool.total)
         most = [max(0, total // PREFETCH_DIVISOR - self._taken[size_class]) for size_class, total in totals]
-        found = self._copies.take_landing(reads, most=most, keep_dirty=True)
+        found = self._copies.take_arriving(reads, most=most, keep_dirty=True)
         taken = Counter(self._class_of(read) for read, slot in zip(reads, found.slots, strict=True) if slot is not None)
         self._ahead.setdefault(request_id, Counter()).update(taken)
         self._taken.update(taken)

@@ -11,18 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import READY
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.step_work import Kind, Work
 
-MOST_WAITING: Final = 8192
-"""Requests whose question is not answered. Of those that come then nothing is asked."""
-MOST_HINTS: Final = 1 << 18
-"""Blocks that others are thought to have, about 350 bytes each of neighbours, and 210 of the remote
-store; the first heard of are forgotten first."""
 _READY = bytes([READY])
 _NOT_READY = bytes(presence != READY for presence in range(256))
 
@@ -66,7 +62,7 @@ class Questions:
     """The questions to one index, and its answers.
 
     ``send``: asks it for the missing blocks of one stretch, by group, with a ticket, and returns
-    whether that was taken. ``most_keys``: of a stretch. ``counter``: of the requests for which it
+    whether that was taken. ``counter``: of the requests for which it
     was asked.
     """
 
@@ -74,7 +70,6 @@ class Questions:
         self,
         parts: Parts,
         send: Callable[[int, list[list[BlockKey]]], bool],
-        most_keys: Callable[[], int],
         counter: str,
     ) -> None:
         self._geometry = parts.geometry
@@ -83,7 +78,6 @@ class Questions:
         self._work = parts.work
         self._send = send
         self._counter = counter
-        self._most_keys = most_keys
         self._last_number = self._last_ticket = 0
         self._open: set[int] = set()
         self._under_way: dict[int, Question] = {}
@@ -93,7 +87,7 @@ class Questions:
         """Ask for what is missing of a request's prompt, and is not ``known``, now or soon; return
         the question's number. ``keys`` are up to date."""
         self._last_number += 1
-        if len(self._open) < MOST_WAITING:
+        if len(self._open) < bounds.QUESTIONS:
             self._open.add(self._last_number)
             self._work.add(Kind.QUESTIONS, self, self._ask_on(Question(self._last_number, request, known)))
             self._work.run(self._work.now, Kind.QUESTIONS)
@@ -120,7 +114,8 @@ class Questions:
         lacking = [key for group, keys in groups if group.reads_all for key in keys if key not in found]
         question.missing = []
         is_whole = not self._catalog.presences(lacking, question.request.load_tiers).strip(_READY)
-        if is_whole and self._has_more(question) and question.asked < MOST_HINTS // 2:  # or it pushes out its own head
+        # Beyond half of the hints' room it would push out its own head.
+        if is_whole and self._has_more(question) and question.asked < bounds.HINTS // 2:
             self._work.add(Kind.QUESTIONS, self, self._ask_on(question), first=True)
         else:
             self._open.discard(question.number)
@@ -167,7 +162,7 @@ class Questions:
         return how many blocks that has."""
         groups, step = self._geometry.groups, self._geometry.alignment_tokens
         step_keys = sum(step // group.block_tokens for group in groups)
-        start, most = question.tokens, min(self._most_keys(), self._work.left(Kind.QUESTIONS))
+        start, most = question.tokens, min(bounds.QUESTION_BLOCKS, self._work.left(Kind.QUESTIONS))
         end = question.tokens = start + max(1, most // step_keys) * step
         question.missing, looked = [], 0
         for group, keys in zip(groups, question.request.keys, strict=True):

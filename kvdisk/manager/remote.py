@@ -16,27 +16,18 @@ from itertools import compress
 from typing import Final
 
 from kvdisk.blocks import BY_KEY, BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.hint_source import HintSource
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.questions import MOST_HINTS, Asking
+from kvdisk.manager.questions import Asking
 from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Move, Reason
 from kvdisk.remote.base import RemoteAnswer, RemoteIndex
 
-MOST_KEYS = 16384
-"""Blocks of one question, over all groups: for the rest of a longer prompt it is asked again."""
-MOST_REJECTED = 8192
-FIRST_DOUBT_S, LONGEST_DOUBT_S = 60.0, 3600.0
-"""How long an object that has failed its check is not read again, though it is there; each time
-twice as long."""
-MOST_QUEUED = 16384
-"""Blocks that wait to be sent, about 100 bytes each. What comes then is not sent."""
-MOST_SEND_MOVES = 64
-MOST_SEND_JOBS = 4
 ASK_AGAIN_S = 30.0
 """A request that is looked up so long after it asked, or after half of ``hint_life_s``, asks
 again."""
@@ -66,9 +57,9 @@ class BadObjects:
     def note(self, key: BlockKey, now: float) -> None:
         """It has failed, once more maybe."""
         known = self._bad.pop(key, None)
-        doubt_s = FIRST_DOUBT_S if known is None else min(2 * known.doubt_s, LONGEST_DOUBT_S)
+        doubt_s = bounds.READ_AGAIN.after(0.0 if known is None else known.doubt_s)
         self._bad[key] = _Bad(doubt_s, now + doubt_s, known is not None and known.is_replaced)
-        if len(self._bad) > MOST_REJECTED:
+        if len(self._bad) > bounds.REJECTED:
             self._bad.popitem(last=False)
 
     def note_sound(self, key: BlockKey) -> None:
@@ -118,7 +109,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         admission: AdmissionPolicy | None,
         budget: WriteBudget | None = None,
     ) -> None:
-        super().__init__(parts, index, lambda: MOST_KEYS, lambda: MOST_HINTS, "remote_questions")
+        super().__init__(parts, index, "remote_questions")
         self._geometry = parts.geometry
         self._catalog = parts.catalog
         self._transfers = parts.transfers
@@ -289,7 +280,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         wanted = [key for key, is_bad in zip(ready, bad, strict=True) if is_bad is None and key not in self.hints]
         if not self.admission.admits_all:
             wanted = list(compress(wanted, self.admission.admits(wanted)))
-        wanted = self._by_place([*compress(ready, bad), *wanted])[: max(0, MOST_QUEUED - len(self._queue))]
+        wanted = self._by_place([*compress(ready, bad), *wanted])[: max(0, bounds.QUEUED - len(self._queue))]
         self._queue.update((key, self.bad.is_to_replace(key) is True) for key in wanted)
         if self._queue and not self._work.has(Kind.SENDS, self):
             self._work.add(Kind.SENDS, self, self._send_queued())
@@ -299,10 +290,10 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         while self._queue:
             self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
             may_send = self._budget is None or self._budget.refresh(self._work.now)
-            if len(self._jobs) >= MOST_SEND_JOBS or not may_send:
+            if len(self._jobs) >= bounds.JOBS or not may_send:
                 yield 0
                 continue
-            most = min(MOST_SEND_MOVES, self._work.left(Kind.SENDS))
+            most = min(bounds.MOVES, self._work.left(Kind.SENDS))
             if self._budget is not None:
                 most = min(most, self._budget.affords(max(self._geometry.slot_sizes) * self._geometry.shard_count))
             keys, is_over = self._next(most)

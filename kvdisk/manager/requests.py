@@ -9,6 +9,7 @@ from typing import NamedTuple, overload
 
 from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import bounds
 from kvdisk.manager.prefix_match import Lookups
 from kvdisk.manager.reuse import Visit
 from kvdisk.stats import Miss
@@ -41,10 +42,6 @@ class KVHint(NamedTuple):
     seconds: float = 0.0
 
 
-FIRST_BACK_OFF_S = 0.05
-LAST_BACK_OFF_S = 2.0
-
-
 @dataclass(slots=True)
 class BackOff:
     """How long nothing is offered after a refusal: until room came free, and some time passed.
@@ -64,9 +61,9 @@ class BackOff:
     def refuse(self, released: int, now: float) -> None:
         """Offers were refused. Those that are refused while it holds count as one refusal."""
         if now >= self.retry_s:
-            self.seconds = min(self.seconds * 2, LAST_BACK_OFF_S) or FIRST_BACK_OFF_S
+            self.seconds = bounds.OFFER_AGAIN.after(self.seconds)
         self.released = max(self.released, released)
-        self.retry_s = max(self.retry_s, now + (self.seconds or FIRST_BACK_OFF_S))
+        self.retry_s = max(self.retry_s, now + (self.seconds or bounds.OFFER_AGAIN.first_s))
 
     def accept(self) -> None:
         """An offer was taken: there was room. One that needs none, or is not admitted, says nothing
@@ -190,7 +187,7 @@ class RequestState:
     """By group: how many of its blocks are counted as wanted."""
     origin: list[int] = field(default_factory=list)
     """By group: what ``ReuseHistory.count`` returned for these."""
-    late: list[object | None] = field(default_factory=list)
+    put_off: list[object | None] = field(default_factory=list)
     """By group: the ``demand.Stretch`` before these that is counted later, if there is one."""
     visits: list[tuple[int, Visit] | None] = field(default_factory=list)
     """By group: up to where its blocks are counted as wanted at once, and as a part of what."""
@@ -289,7 +286,7 @@ class RequestState:
     def count_anew(self) -> None:
         """What was counted of it is forgotten, or it has other keys."""
         self.counted, self.origin = ([0] * len(self.keys) for _ in range(2))
-        self.visits, self.late = [None] * len(self.keys), [None] * len(self.keys)
+        self.visits, self.put_off = [None] * len(self.keys), [None] * len(self.keys)
         self.states = []
 
     def limit_loads(self, tokens: int) -> None:

@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import key_hash
 
-MOST_PLACES: Final = 1 << 22
-FEWEST_PLACES: Final = 1 << 18
-MOST_USES: Final = 65
+USES: Final = 65
 """Uses that are told apart."""
 _ORIGINS: Final = 5
 """The origins of reuse, by what first brought a block: a prompt that began anew (0) or branched off
@@ -31,16 +30,14 @@ _BRANCH: Final = 1
 _LATER_TURN: Final = 3
 STATES: Final = 4
 """The origin of recurrent states: a class for each number of uses, of their own."""
-_MOST_LEVEL: Final = 5
-_LEVEL_OF: Final = bytes(min(max(0, uses - 1).bit_length(), _MOST_LEVEL) for uses in range(MOST_USES + 1))
+_TOP_LEVEL: Final = 5
+_LEVEL_OF: Final = bytes(min(max(0, uses - 1).bit_length(), _TOP_LEVEL) for uses in range(USES + 1))
 """By number of uses: its level, the rounded-up logarithm to base 2."""
 CLASSES: Final = (max(_LEVEL_OF) + 1) * _ORIGINS
-_CLASS_OF: Final = [
-    _LEVEL_OF[mark // _ORIGINS] * _ORIGINS + mark % _ORIGINS for mark in range((MOST_USES + 1) * _ORIGINS)
-]
+_CLASS_OF: Final = [_LEVEL_OF[mark // _ORIGINS] * _ORIGINS + mark % _ORIGINS for mark in range((USES + 1) * _ORIGINS)]
 _ORIGIN_BEHIND: Final = bytes(
     min(max(origin, _BRANCH) + 1, _LATER_TURN) if uses == 1 else _BRANCH
-    for uses in range(MOST_USES + 1)
+    for uses in range(USES + 1)
     for origin in range(_ORIGINS)
 )
 """By a block's uses and origin: the origin of a new block that follows it."""
@@ -53,8 +50,6 @@ _WIDTHS: Final = np.diff(_EDGES)
 _BITS: Final = 0xFFFFFFFF
 _LEARNT_EVERY: Final = (512, 1024)
 """Blocks, at first and at most: a sixteenth of those that were counted."""
-_MOST_PAST: Final = 128
-"""Earlier counts that are kept; those long ago are further apart."""
 _PRIOR: Final = 5.0
 """A class's own counts weigh as much as all classes' together once prompts of it of this weight
 were at risk."""
@@ -64,17 +59,15 @@ use."""
 _FIRST_WEIGHT: Final = 5.0
 _LEAST_LEFT: Final = 0.1
 """Least share of blocks that have come to an age: with fewer the age counts like the one before."""
-_WITNESS: Final = 0.006
+_EVIDENCE_CAP: Final = 0.006
 """Cap of one visit's weight as evidence of a scan, as a share of the tier's slots."""
 _RARER: Final = 10.0
 """How many times as rarely new blocks come back while a scan runs."""
 _SCAN_SCORE: Final = 7.0
 """The scan score from which on less is expected of new blocks."""
-_MOST_SCAN_SCORE: Final = 11.0
+_SCAN_SCORE_CAP: Final = 11.0
 """The highest scan score, so that a few reuses end a scan."""
 
-_MOST_MOVES: Final = 64
-"""Keys that move to make a place for one."""
 _SPREAD: Final = 0x9E3779B1
 _NOWHERE: Final = -1
 _NEW: Final = -1
@@ -89,13 +82,13 @@ _Floats = NDArray[np.float64]
 
 class Visit(NamedTuple):
     """A request came to its prompt. ``before``, ``now``: the history's time as the visit begins
-    and ends, for all of its blocks. ``share``: the weight of each block. ``most``: uses
+    and ends, for all of its blocks. ``weight``: of each block. ``most``: uses
     that they have then at most."""
 
     before: int
     now: int
-    share: float
-    most: int = MOST_USES
+    weight: float
+    most: int = USES
 
 
 class ReuseHistory:
@@ -119,8 +112,8 @@ class ReuseHistory:
     def __init__(self, state_groups: Collection[int] = ()) -> None:
         self.state_groups = state_groups
         self.now = 0
-        self._places = FEWEST_PLACES
-        self._witness_blocks = _WITNESS * FEWEST_PLACES / 8
+        self._places = bounds.LEAST_PLACES
+        self._evidence_blocks = _EVIDENCE_CAP * bounds.LEAST_PLACES / 8
         self.clear()
         self._entered = [0.0] * CLASSES
         """By class: how much came to be in it, or was used in it: of a prompt the root of its
@@ -145,8 +138,8 @@ class ReuseHistory:
     def reserve(self, slots: int) -> None:
         """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
         all keys; for start only."""
-        self._places = max(self._places, min(MOST_PLACES, 1 << (8 * slots - 1).bit_length()))
-        self._witness_blocks = _WITNESS * slots
+        self._places = max(self._places, min(bounds.PLACES, 1 << (8 * slots - 1).bit_length()))
+        self._evidence_blocks = _EVIDENCE_CAP * slots
         self.clear()
 
     def clear(self) -> None:
@@ -213,14 +206,14 @@ class ReuseHistory:
             return self._scan_score[number]
         rarely, again = often / _RARER, came_again / (came + came_again)
         evidence = again * math.log(rarely / often) + (1.0 - again) * math.log((1.0 - rarely) / (1.0 - often))
-        weight = part * min(1.0, (came + came_again) / self._witness_blocks)
-        return min(_MOST_SCAN_SCORE, max(0.0, self._scan_score[number] + weight * evidence))
+        weight = part * min(1.0, (came + came_again) / self._evidence_blocks)
+        return min(_SCAN_SCORE_CAP, max(0.0, self._scan_score[number] + weight * evidence))
 
     def _count_few(self, hashes: list[int], origin: int, visit: Visit) -> tuple[int, int, list[int], list[int]]:
         """Count keys that follow each other. Return the uses of the first, the origin of what comes
         behind them, and by origin how many came for the first and for the second time."""
         marks, entered, reused = self._marks, self._entered, self._reused
-        share, known_ages = visit.share, visit.before - self._restored
+        weight, known_ages = visit.weight, visit.before - self._restored
         places, ages, origins, origin = self._find_or_insert(hashes, origin, visit)
         new, again = [0] * _ORIGINS, [0] * _ORIGINS
         least = 0
@@ -231,14 +224,14 @@ class ReuseHistory:
             else:
                 mark = marks[place] if place != _NOWHERE else _ORIGINS + own_origin
                 if age < known_ages:
-                    reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += share
+                    reused[_CLASS_OF[mark] * _BUCKETS + age.bit_length()] += weight
                 if mark < 2 * _ORIGINS:
                     again[mark % _ORIGINS] += 1
                 uses, own_origin = divmod(mark, _ORIGINS)  # noqa: PLW2901
                 uses += uses < visit.most
             least = max(least, uses)
             mark = least * _ORIGINS + own_origin
-            entered[_CLASS_OF[mark]] += share
+            entered[_CLASS_OF[mark]] += weight
             if place != _NOWHERE:
                 marks[place] = mark
         return least, origin, new, again
@@ -247,21 +240,21 @@ class ReuseHistory:
         self, hashes: NDArray[np.uint64], origin: int, visit: Visit
     ) -> tuple[int, int, list[int], list[int]]:
         """Do what ``_count_few`` does, by arrays."""
-        share, known_ages = visit.share, visit.before - self._restored
+        weight, known_ages = visit.weight, visit.before - self._restored
         places, ages, origins, origin = self._find_or_insert_many(hashes, origin, visit)
         marks, is_known, has_place = np.frombuffer(self._marks, np.uint16), ages != _NEW, places != _NOWHERE
         of_key = np.where(has_place & is_known, marks[places], _ORIGINS + origins).astype(np.intp)
         is_timed = is_known & (ages < known_ages)
         # bit_length: exact for ages below 2**53.
         buckets = _CLASSES_OF[of_key] * _BUCKETS + np.frexp(ages.astype(np.float64))[1]
-        _add_share(self._reused, buckets[is_timed][::-1], share)
+        _add_weight(self._reused, buckets[is_timed][::-1], weight)
         new = np.bincount(origins[~is_known], minlength=_ORIGINS).tolist()
         again = np.bincount(of_key[is_known & (of_key < 2 * _ORIGINS)] % _ORIGINS, minlength=_ORIGINS).tolist()
         uses, own_origins = np.divmod(of_key, _ORIGINS)
         uses = np.where(is_known, np.maximum(uses, np.minimum(uses + 1, visit.most)), 1)
         least = np.maximum.accumulate(uses[::-1])[::-1]
         after = least * _ORIGINS + own_origins
-        _add_share(self._entered, _CLASSES_OF[after][::-1], share)
+        _add_weight(self._entered, _CLASSES_OF[after][::-1], weight)
         marks[places[has_place]] = after[has_place]
         return int(least[0]), origin, new, again
 
@@ -393,7 +386,7 @@ class ReuseHistory:
         if tags[place] and (not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)):
             place = other
         written: list[tuple[int, int, int, int]] = []
-        for _ in range(_MOST_MOVES):
+        for _ in range(bounds.PLACES_MOVED):
             is_held = tags[place] and (now - times[place] & _BITS) < since
             written.append((place, tags[place], times[place], marks[place]))
             tags[place], times[place], marks[place] = tag, time, mark
@@ -475,7 +468,7 @@ class ReuseHistory:
         """
         hashes = np.fromiter(map(key_hash, keys), np.uint64, len(keys))[order]
         upper = (hashes >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-        marks = (np.minimum(uses, MOST_USES - 1).astype(np.uint16) + np.uint16(1)) * np.uint16(_ORIGINS)
+        marks = (np.minimum(uses, USES - 1).astype(np.uint16) + np.uint16(1)) * np.uint16(_ORIGINS)
         if self.state_groups:
             are_states = (STATES * (group_of(key) in self.state_groups) for key in keys)
             marks += np.fromiter(are_states, np.uint16, len(keys))[order]
@@ -542,8 +535,8 @@ class ReuseHistory:
         self._undrawn = (risk, wanted, self._prompt_blocks)
         self._learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
         self._past.append((now, entered, reused))
-        if len(self._past) > _MOST_PAST:
-            del self._past[1 : _MOST_PAST // 2 : 2]
+        if len(self._past) > bounds.COUNTS:
+            del self._past[1 : bounds.COUNTS // 2 : 2]
 
     def _draw(self) -> None:
         """Draw the curves of what was learnt last. Only once somebody asks: of a prompt with many
@@ -583,10 +576,10 @@ class ReuseHistory:
         """By class and bucket: on a line from age 0 that has the slope of the bucket."""
 
 
-def _add_share(counts: list[float], places: NDArray[np.intp], share: float) -> None:
-    """Add a share to a count for each of some places, in their order."""
+def _add_weight(counts: list[float], places: NDArray[np.intp], weight: float) -> None:
+    """Add a weight to a count for each of some places, in their order."""
     for place, times in zip(*np.unique(places, return_counts=True), strict=True):
         count = counts[place]
         for _ in range(times):
-            count += share
+            count += weight
         counts[place] = count

@@ -17,6 +17,7 @@ from itertools import chain, islice, repeat
 from typing import NamedTuple
 
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
 from kvdisk.manager.catalog import NONE
 from kvdisk.manager.dirty import Dirty
@@ -26,10 +27,6 @@ from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.shares import TenantShare
 from kvdisk.manager.standings import PINNED
-
-MOST_SURPLUS = 256
-"""Copies of a tenant beyond its share that may leave at once beside those for which room is
-needed."""
 
 
 class TierStatus(NamedTuple):
@@ -123,7 +120,7 @@ class Room:
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         pool, sizes = self.pool, self._geometry.slot_sizes
-        slots = (map(int.__add__, pool.free, pool.limbo), pool.total)
+        slots = (map(int.__add__, pool.free, pool.awaiting), pool.total)
         free, total = (sum(map(int.__mul__, counts, sizes)) * self._slots_per_block for counts in slots)
         return free, total
 
@@ -313,7 +310,7 @@ class Room:
             return count
         left, freed = self.share.left(size_class, tenant), 0
         if left < count:
-            surplus = min(MOST_SURPLUS, max(0, -left))
+            surplus = min(bounds.EVICTED, max(0, -left))
             freed = self._evict(size_class, count - max(0, left) + surplus, keep_dirty=keep_dirty, tenant=tenant)
             self._stats.add(f"share_evicted_blocks.{self.tier.label}", freed)
             left = self.share.left(size_class, tenant)
@@ -337,7 +334,7 @@ class Room:
             searched = True
             may_leave = rows if self.above is None else self.above.leaving_below(rows)
             leaving = self.offer_before_eviction(may_leave)
-            self.drop(leaving)
+            self.end(leaving)
             self._stats.add(f"evicted_blocks.{self.tier.label}", len(leaving))
             evicted += len(leaving)
             if len(may_leave) < len(rows):
@@ -377,7 +374,7 @@ class Room:
         """Return the test whether a copy may be evicted for room: to be used at once."""
         return self._catalog.evictable_in(self.tier)
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def end(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""
         raise NotImplementedError
 
@@ -419,9 +416,9 @@ class Room:
         lost = set(lacking).intersection(leaving)
         unserved = lost.intersection(admitted)
         beyond_share = sum(map(below._is_beyond_share, unserved)) if below.share is not None else 0
-        self._stats.add("left_blocks.reuse", len(lost) - len(unserved))
-        self._stats.add("left_blocks.share", beyond_share)
-        why = "left_blocks.budget" if below.status.is_spent else "left_blocks.room"
+        self._stats.add("evicted_unwritten.reuse", len(lost) - len(unserved))
+        self._stats.add("evicted_unwritten.share", beyond_share)
+        why = "evicted_unwritten.budget" if below.status.is_spent else "evicted_unwritten.room"
         self._stats.add(why, len(unserved) - beyond_share)
         return leaving
 

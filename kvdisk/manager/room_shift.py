@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvdisk.blocks import Tier
+from kvdisk.manager import bounds
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.pool import SlotPool
 from kvdisk.manager.segments import Segments
 from kvdisk.messages import SegmentSpec
-
-_MOST_SAMPLED = 4096
-"""Copies that one decision looks at."""
 
 
 class RoomShift:
@@ -119,7 +117,7 @@ class RoomShift:
         segment_of = self._catalog.columns(self._tier).segments
         rows = [row for row in self._catalog.rows_in(self._tier) if segment_of[row] in able]
         found: dict[int, list[float]] = {segment: [] for segment in able}
-        for row in rows[:: -(-len(rows) // _MOST_SAMPLED) or 1]:
+        for row in rows[:: -(-len(rows) // bounds.LOOKED_AT) or 1]:
             spec = able[segment_of[row]]
             found[spec.segment].append(self._evictors[segments.class_of(spec)].value_of(row))
         return {

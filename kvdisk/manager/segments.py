@@ -16,6 +16,7 @@ from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import SEGMENT_OVERHEAD_BYTES, Geometry, segment_charge_bytes, slots_per_segment
 from kvdisk.index.base import SegmentRecord
+from kvdisk.manager import bounds
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.messages import FOREIGN_SEGMENTS, HomeSpec, JobKind, Reason, SegmentSpec, places_in
@@ -23,10 +24,6 @@ from kvdisk.stats import Stats
 
 logger = logging.getLogger("kvdisk.manager")
 
-FIRST_BACK_OFF_S = 1.0
-LAST_BACK_OFF_S = 60.0
-FIRST_QUARANTINE_S = 60.0
-LAST_QUARANTINE_S = 3600.0
 FAILURES_IN_A_ROW = 8
 """Blocks that a drive fails to read, with none between that it reads, before it is quarantined."""
 _LEAST_PART = 16
@@ -117,12 +114,11 @@ class NvmeLayout:
 
 
 class _Pause(Enum):
-    """What may not be done to a drive for a while; how long, in seconds, the first time and at
-    most."""
+    """What may not be done to a drive for a while, and how long."""
 
-    WRITES = ("write", FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
-    SEGMENTS = ("make a segment", FIRST_BACK_OFF_S, LAST_BACK_OFF_S)
-    ALL = ("read or write", FIRST_QUARANTINE_S, LAST_QUARANTINE_S)
+    WRITES = ("write", bounds.WRITE_AGAIN)
+    SEGMENTS = ("make a segment", bounds.WRITE_AGAIN)
+    ALL = ("read or write", bounds.READ_AGAIN)
 
 
 class Drives:
@@ -228,10 +224,10 @@ class Drives:
 
     def _begin(self, drive: int, pause: _Pause, now: float) -> float:
         """Begin a pause; return how long it takes: twice as long as the last, up to the most."""
-        _, first_s, most_s = pause.value
-        length_s = self._next_s.get((drive, pause), first_s)
+        _, pauses = pause.value
+        length_s = self._next_s.get((drive, pause), pauses.first_s)
         self._ends_s[drive, pause] = now + length_s
-        self._next_s[drive, pause] = min(2 * length_s, most_s)
+        self._next_s[drive, pause] = pauses.after(length_s)
         return length_s
 
 
@@ -274,7 +270,7 @@ class Segments:
         self._probes: set[int] = set()
         """Those that are tried first, one of each drive: the others follow where that succeeds."""
         self._home = HomeSpec("", b"")
-        self._again_s, self._pause_s = 0.0, FIRST_BACK_OFF_S
+        self._again_s, self._pause_s = 0.0, bounds.WRITE_AGAIN.first_s
         self._next = 0
         self._opened_s = float("inf")  # when the last new one was planned
 
@@ -321,7 +317,7 @@ class Segments:
 
     def set_aside(self, spec: SegmentSpec, now: float) -> None:
         """A rank cannot open a segment now."""
-        self._again_s = max(self._again_s, now + FIRST_BACK_OFF_S)
+        self._again_s = max(self._again_s, now + bounds.WRITE_AGAIN.first_s)
         self.in_place.pop(spec.segment, None)
         self.away.pop(spec.segment, None)
         self._probes.discard(spec.segment)
@@ -331,7 +327,7 @@ class Segments:
         """Every rank could open a segment that was away. After the first of its drive the others
         are tried."""
         del self.away[spec.segment]
-        self._pause_s = FIRST_BACK_OFF_S
+        self._pause_s = bounds.WRITE_AGAIN.first_s
         if spec.segment in self._probes:
             self._probes.remove(spec.segment)
             for other in self.away.values():
@@ -343,7 +339,7 @@ class Segments:
         engine store, and at one segment of each drive."""
         if self.is_opening or now < self._again_s or (self.home_open and not self.away):
             return
-        self._again_s, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_BACK_OFF_S)
+        self._again_s, self._pause_s = now + self._pause_s, bounds.WRITE_AGAIN.after(self._pause_s)
         self._opened_s = now
         self._open_home()
         first = {spec.drive: spec for spec in reversed(self.away.values())}

@@ -94,14 +94,14 @@ class Settlement:
             self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
             self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - given_up)
         self._copies.end_reads(record)
-        landed = [at for at, detail in enumerate(record.details) if detail.target is not None]
-        self._stats.add("promoted_blocks", len([at for at in landed if at not in record.failed]))
+        arrived = [at for at, detail in enumerate(record.details) if detail.target is not None]
+        self._stats.add("promoted_blocks", len([at for at in arrived if at not in record.failed]))
         if record.job.epoch == self._state.epoch:
-            self._state.landing.difference_update([record.job.moves[at].key for at in landed])
+            self._state.arriving.difference_update([record.job.moves[at].key for at in arrived])
         ready = sum(map(len, self._copies.end_targets(record, now_s).values()))
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
-            self._stats.add("prefetched_blocks", ready if self._tiers.landing_tier is not None else 0)
+            self._stats.add("prefetched_blocks", ready if self._tiers.arrival_tier is not None else 0)
             self._stats.add("failed_promotions", failed - self._gone_from_others(record))
 
     def _gone_from_others(self, record: JobRecord) -> int:

@@ -12,11 +12,11 @@ from itertools import chain
 from typing import Final, Protocol
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, READY, Catalog
 
 DEMOTED, RETAINED, PINNED = range(3)
 """The standings of a block: it leaves before all others, after them, or not at all."""
-MOST_STANDINGS: Final = 1 << 18
 _FEW_SECONDS: Final = 64
 """Seconds without a block that may stay in the heap."""
 
@@ -55,7 +55,7 @@ class Standings:
             if standing != DEMOTED and held >= (standing, end):
                 return
             self.forget(key)
-        elif len(self.held) >= MOST_STANDINGS:
+        elif len(self.held) >= bounds.STANDINGS:
             self.clipped = True
             return
         if end not in self._ends:

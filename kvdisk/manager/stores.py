@@ -36,7 +36,7 @@ from kvdisk.messages import Reason
 class _Rest:
     """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
     ``positions``: of those that the store policy offers. ``used_at``: from where on a load has just
-    used them. ``tenant``: see ``Catalog.tenants``. ``late``: what of them is not counted yet."""
+    used them. ``tenant``: see ``Catalog.tenants``. ``put_off``: what of them is not counted yet."""
 
     group: int
     keys: BlockKeys
@@ -46,7 +46,7 @@ class _Rest:
     stop: int
     used_at: int
     tenant: int
-    late: Stretch | None = None
+    put_off: Stretch | None = None
 
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
@@ -180,21 +180,21 @@ class StorePlanner:
             return
         for group, start, end in ends:
             if start < end:
-                late = self._demand.put_off(request, group.group, end)
+                put_off = self._demand.put_off(request, group.group, end)
                 used_at = min(max(start, first_tokens // group.block_tokens), end)
-                self._look_later(request, group.group, start, end, used_at, late)
+                self._look_later(request, group.group, start, end, used_at, put_off)
                 request.reached[group.group] = end
 
     def _look_later(
-        self, request: RequestState, group: int, start: int, stop: int, used_at: int, late: Stretch | None = None
+        self, request: RequestState, group: int, start: int, stop: int, used_at: int, put_off: Stretch | None = None
     ) -> None:
-        """Put off blocks. ``used_at``, ``late``: as in ``_Rest``."""
+        """Put off blocks. ``used_at``, ``put_off``: as in ``_Rest``."""
         if start < stop:
             keys, blocks = request.keys[group], request.held_blocks[group]
             positions: Collection[int] = self._reach(request, group, start, stop)
             if not isinstance(positions, range):
                 positions = frozenset(positions)  # which of them are in it is asked one by one
-            rest = _Rest(group, keys, blocks, positions, start, stop, used_at, request.tenant, late)
+            rest = _Rest(group, keys, blocks, positions, start, stop, used_at, request.tenant, put_off)
             self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest))
 
     def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
@@ -309,8 +309,8 @@ class StorePlanner:
         losses = self._losses
         while rest.start < rest.stop:
             start, stop = rest.start, min(rest.stop, rest.start + self._work.left(Kind.PUT_OFF))
-            if rest.late is not None:
-                self._demand.go_on(rest.late, stop)
+            if rest.put_off is not None:
+                self._demand.go_on(rest.put_off, stop)
             if losses == self._losses:
                 self._look_at(rest, stop)
             rest.start = stop

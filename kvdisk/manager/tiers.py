@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from kvdisk.blocks import Medium, Tier
 from kvdisk.manager.admission import AdmissionPolicy
-from kvdisk.manager.catalog import DOOMED, READY
+from kvdisk.manager.catalog import DROPPED, READY
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
@@ -54,7 +54,9 @@ class TierSpace(Room):
         """Return the tier's gauges, by series."""
         name, sizes = self.tier.label, self._geometry.slot_sizes
         pool, parts = self.pool, self._slots_per_block
-        used = [total - free - limbo for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True)]
+        used = [
+            total - free - awaiting for total, free, awaiting in zip(pool.total, pool.free, pool.awaiting, strict=True)
+        ]
         return {
             f"used_bytes.{name}": sum(map(int.__mul__, used, sizes)) * parts,
             f"held_blocks.{name}": sum(used),
@@ -70,13 +72,13 @@ class TierSpace(Room):
 
     def finish(self, rows: Sequence[int], now_s: int) -> list[int]:
         """Copies were written on every rank. Return those that are READY: not those that were
-        doomed meanwhile.
+        dropped meanwhile.
 
         Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
         """
         states = self._catalog.columns(self.tier).states
-        ready, doomed = [row for row in rows if states[row] != DOOMED], [row for row in rows if states[row] == DOOMED]
-        for row in doomed:
+        ready = [row for row in rows if states[row] != DROPPED]
+        for row in [row for row in rows if states[row] == DROPPED]:
             self.abandon(row)
         self._catalog.finish(ready, self.tier)
         for size_class, alike in self.by_class(ready):
@@ -97,9 +99,9 @@ class TierSpace(Room):
         """
         if not late:
             self._catalog.unpin((row,), self.tier)
-            self.drop((row,))
-        elif self._state(row) != DOOMED:
-            self._catalog.doom(row, self.tier)
+            self.end((row,))
+        elif self._state(row) != DROPPED:
+            self._catalog.drop(row, self.tier)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Copies were used: of one chain the tail comes first."""
@@ -113,10 +115,10 @@ class TierSpace(Room):
         states = self._catalog.columns(self.tier).states
         self.touch([row for row in rows if states[row] == READY])
 
-    def drop(self, rows: Sequence[int]) -> None:
+    def end(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""
         self._forget(rows)
-        self._free(self._catalog.drop(rows, self.tier))
+        self._free(self._catalog.end(rows, self.tier))
 
     def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         """The copies in these slots have ended."""
@@ -128,9 +130,9 @@ class TierSpace(Room):
         used, unused = [row for row in rows if pins[row]], [row for row in rows if not pins[row]]
         self._forget(used)
         for row in used:
-            self._catalog.doom(row, self.tier)
+            self._catalog.drop(row, self.tier)
         if unused:
-            self.drop(unused)
+            self.end(unused)
 
     def _forget(self, rows: Sequence[int]) -> None:
         for size_class, alike in self.by_class(rows):
@@ -141,15 +143,15 @@ class TierSpace(Room):
             self.dirty.ended(rows)
 
     def unpin(self, rows: Sequence[int]) -> None:
-        """Give back one pin of each copy; the last one of a doomed copy ends it."""
+        """Give back one pin of each copy; the last one of a dropped copy ends it."""
         self._catalog.unpin(rows, self.tier)
-        self._drop_doomed(rows)
+        self._end_dropped(rows)
 
-    def _drop_doomed(self, rows: Sequence[int]) -> None:
+    def _end_dropped(self, rows: Sequence[int]) -> None:
         columns = self._catalog.columns(self.tier)
-        doomed = [row for row in rows if columns.states[row] == DOOMED and columns.pins[row] == 0]
-        if doomed:
-            self.drop(list(dict.fromkeys(doomed)))  # a job by key may have used one twice
+        dropped = [row for row in rows if columns.states[row] == DROPPED and columns.pins[row] == 0]
+        if dropped:
+            self.end(list(dict.fromkeys(dropped)))  # a job by key may have used one twice
 
     def reset(self) -> None:
         """The weights may have changed: drop the copies, and what was counted."""
@@ -208,6 +210,6 @@ class Tiers:
         return pairwise(self)
 
     @property
-    def landing_tier(self) -> TierSpace | None:
+    def arrival_tier(self) -> TierSpace | None:
         """The tier where a load may leave a copy of what it reads from a slower one, if any."""
         return self.first if self.first.in_memory else None

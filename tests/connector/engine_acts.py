@@ -150,7 +150,7 @@ def _audit_connector(connector: Any) -> dict[str, Any]:
     assert not side._requests and not side._local_tokens, (side._requests, side._local_tokens)
     audit_manager(manager)
     catalog, nvme = manager._catalog, manager._tiers.get(Tier.NVME)
-    assert nvme is None or not (nvme._drops or nvme.segments.opening or any(nvme.pool.limbo))
+    assert nvme is None or not (nvme._drops or nvme.segments.opening or any(nvme.pool.awaiting))
     on_nvme = [] if nvme is None else list(catalog.ready_keys(Tier.NVME))
     return {
         "counters": dict(manager.stats.counts),

@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvdisk.blocks import HIT_TIERS, KEPT_TIERS, Tier, make_block_key
 from kvdisk.connector.tier_names import VLLM_TIERS
-from kvdisk.manager import events as journal_room
+from kvdisk.manager import bounds
 from kvdisk.manager.requests import BlockKeys
 from kvdisk.messages import JobKind
 
@@ -203,7 +203,7 @@ def test_what_a_start_finds_on_the_drive_is_told_once_and_in_pieces(engines, mon
     bench = engines.make(nvme=True, events=True)
     request = bench.serve("a", PROMPT)
     engines.close()
-    monkeypatch.setattr(journal_room, "MOST_TAKEN", 3)
+    monkeypatch.setattr(bounds, "EVENT_KEYS", 3)
     bench = engines.make(nvme=True, events=True)
     assert bench.scheduler.has_requests(), "steps are asked for, until all is told"
     assert tell_all(bench) == [3, 1]
@@ -259,7 +259,7 @@ def test_a_reset_takes_back_what_was_told_and_keeps_the_order(engines):
     catalog = bench.manager._catalog
     hidden = [row for row in catalog.rows() if catalog.find(catalog.keys[row]) != row]
     assert len(hidden) == BLOCKS
-    bench.manager._tiers.get(Tier.NVME).drop(hidden)
+    bench.manager._tiers.get(Tier.NVME).end(hidden)
     bench.run()
     view.check(bench)
 
@@ -299,7 +299,7 @@ def test_blocks_that_two_units_share_are_told_once_and_gone_with_the_last(engine
     catalog = bench.manager._catalog
     for hashes_left in (hashes[0][2], None):
         row = catalog.find(make_block_key(hashes[hashes_left is None][3], 0))
-        bench.manager._tiers.get(Tier.NVME).drop([row])
+        bench.manager._tiers.get(Tier.NVME).end([row])
         bench.run()
         removed = [block for event in bench.published if event.medium == "STORAGE" for block in event.block_hashes]
         assert (hashes[0][0] in removed) == (hashes_left is None)
@@ -354,7 +354,7 @@ def test_a_request_loads_from_the_tiers_that_it_names(engines):
         ("e", [], 1),
     ):
         if name == "e":
-            memory.drop(sorted(catalog.rows_in(Tier.CPU), key=lambda row: catalog.generations[row])[:0:-1])
+            memory.end(sorted(catalog.rows_in(Tier.CPU), key=lambda row: catalog.generations[row])[:0:-1])
         bench.forget(*([Tier.CPU] if name == "c" else []))
         bench.serve(name, PROMPT, params={"kv_load_tiers": said})
         assert sum(count for of, count in bench.loads() if of == name) == blocks, name

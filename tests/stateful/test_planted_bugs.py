@@ -29,7 +29,7 @@ from kvdisk.manager.load_jobs import GpuLoads, LoadJobs
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.nvme import NvmeSpace
-from kvdisk.manager.pool import FREE, LIMBO, SlotPool
+from kvdisk.manager.pool import AWAITING, FREE, SlotPool
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import BadObjects, RemoteCopies
 from kvdisk.manager.requests import BackOff, RequestState
@@ -195,7 +195,7 @@ def never_close(_real: Real, neighbours: NeighbourCopies, slot: Any) -> None:
 def give_another_generation(planter: Planter) -> None:
     planter.replace_in(
         Copies,
-        "land",
+        "begin_arrivals",
         Catalog,
         "add",
         lambda real, catalog, keys, generations, *rest: real(catalog, keys, [each + 1 for each in generations], *rest),
@@ -271,8 +271,8 @@ def keep_the_epoch(real: Real, manager: TierManager, epoch: int) -> None:
 
 
 def free_at_once(pool: SlotPool, *_: Any) -> None:
-    while pool._limbo:
-        pool._change(pool._limbo.popleft()[1], LIMBO, FREE)
+    while pool._awaiting:
+        pool._change(pool._awaiting.popleft()[1], AWAITING, FREE)
 
 
 def write_the_index_when_planned(planter: Planter) -> None:

@@ -5,33 +5,22 @@ from __future__ import annotations
 
 import pytest
 
-from kvdisk.manager import (
-    demotions,
-    neighbours,
-    nvme,
-    prefetch,
-    questions,
-    remote,
-    step_work,
-)
-from kvdisk.manager.eviction import TailFirst
+from kvdisk.manager import bounds, step_work
 from kvdisk.manager.step_work import SHARES, Kind
 
-BOUNDS = (
-    (TailFirst, "MAX_SKIPPED", 2),
-    (demotions, "MAX_DEMOTE_MOVES", 3),
-    (demotions, "MAX_DEMOTE_JOBS", 1),
-    (prefetch, "MAX_PROMOTE_MOVES", 2),
-    (nvme, "MOST_ENDED", 2),
-    (neighbours, "MOST_KEYS", 3),
-    (neighbours, "MOST_HINTS", 6),
-    (questions, "MOST_HINTS", 12),
-    (questions, "MOST_WAITING", 2),
-    (remote, "MOST_KEYS", 3),
-    (remote, "MOST_HINTS", 6),
-    (remote, "MOST_SEND_MOVES", 2),
-    (remote, "MOST_QUEUED", 4),
-)
+LOW = {
+    "JOBS": 1,
+    "FETCH_JOBS": 1,
+    "MOVES": 2,
+    "ENDED": 2,
+    "TAILS_SKIPPED": 2,
+    "QUESTION_BLOCKS": 3,
+    "QUESTIONS": 2,
+    "HINTS": 8,
+    "QUEUED": 4,
+    "UNREACHED": 4,
+    "CHAINS": 2,
+}
 
 
 def lower_shares(patch: pytest.MonkeyPatch, blocks: int, *kinds: Kind) -> None:
@@ -43,7 +32,6 @@ def lower_shares(patch: pytest.MonkeyPatch, blocks: int, *kinds: Kind) -> None:
 
 def lower_bounds(patch: pytest.MonkeyPatch) -> None:
     """Lower them all."""
-    for owner, name, value in BOUNDS:
-        assert hasattr(owner, name)
-        patch.setattr(owner, name, value)
+    for name, value in LOW.items():
+        patch.setattr(bounds, name, value)
     lower_shares(patch, 2)

@@ -90,7 +90,7 @@ def is_neighbours(slot: Slot | None) -> bool:
 
 
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
-    """Return the parent of each block with a copy in a tier, by epoch and key, but for doomed
+    """Return the parent of each block with a copy in a tier, by epoch and key, but for dropped
     copies."""
     return {
         (catalog.epochs[row], catalog.keys[row]): catalog.parent(row)

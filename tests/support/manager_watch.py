@@ -16,12 +16,11 @@ from typing import Any, Protocol
 from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, CopyState, TierChoice
-from kvdisk.manager.demotions import MAX_DEMOTE_JOBS
 from kvdisk.manager.load_jobs import Load
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.prefix_match import Lookups, first_needed
-from kvdisk.manager.remote import FIRST_DOUBT_S, MOST_SEND_JOBS
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
 from kvdisk.manager.step_work import Kind
@@ -296,8 +295,8 @@ class ManagerWatch(Watch):
         self._check_stores(plan, preempted)
         self.reads.check_bounds([job for job, _ in self._jobs.values()])
         far = [Tier.REMOTE in job.moves[0].slots for job, _ in self._jobs.values() if job.kind is JobKind.DEMOTE]
-        assert far.count(False) <= MAX_DEMOTE_JOBS
-        assert far.count(True) <= MOST_SEND_JOBS
+        assert far.count(False) <= bounds.JOBS
+        assert far.count(True) <= bounds.JOBS
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
@@ -376,7 +375,7 @@ class ManagerWatch(Watch):
         """Whether what a read is planned of has failed its check. An object is tried again after a
         while: somebody may have repaired it."""
         if Tier.REMOTE in move.slots:
-            return self.engine.now < self._bad_objects.get(move.key, -FIRST_DOUBT_S) + FIRST_DOUBT_S
+            return self.engine.now < self._bad_objects.get(move.key, -math.inf) + bounds.READ_AGAIN.first_s
         return _source(move) in self._bad_copies
 
     def _spend(self, written_bytes: int) -> None:
@@ -576,8 +575,8 @@ class ManagerWatch(Watch):
             if state == USED
         }
         assert used == in_service, "a used slot without a copy, or a copy without its slot"
-        for total, free, limbo in zip(pool.total, pool.free, pool.limbo, strict=True):
-            assert free >= 0 and limbo >= 0 and free + limbo <= total
+        for total, free, awaiting in zip(pool.total, pool.free, pool.awaiting, strict=True):
+            assert free >= 0 and awaiting >= 0 and free + awaiting <= total
 
     def _check_copies(self) -> None:
         """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
@@ -717,18 +716,18 @@ class ManagerWatch(Watch):
                 state = catalog.state(row, tier)
                 pins = 0 if state == CopyState.ABSENT else zombies.pop((tier, catalog.slot(row, tier)), 0)
                 assert catalog.pins(row, tier) == pins, "a pin is left, or was given back too early"
-                assert state in {CopyState.ABSENT, CopyState.READY} or (pins and state == CopyState.DOOMED)
+                assert state in {CopyState.ABSENT, CopyState.READY} or (pins and state == CopyState.DROPPED)
         assert not zombies, f"slots that a late transfer may touch are not held: {zombies}"
         for block in range(1, self.engine.pool.block_count):
             held = self.engine.holders(block)
             assert self.engine.pool.get_block(block).ref_cnt == held, f"GPU block {block} is not given back"
         if parts.nvme is not None:
-            assert not any(parts.nvme.pool.limbo), "a slot stays in limbo"
+            assert not any(parts.nvme.pool.awaiting), "a slot awaits a commit for ever"
             committed = {(record.epoch, record.key, record.slot) for record in self.index.blocks()}
             named = {
                 (catalog.epochs[row], catalog.keys[row], catalog.slot(row, Tier.NVME))
                 for row in catalog.rows()
-                if catalog.state(row, Tier.NVME) in {CopyState.READY, CopyState.DOOMED}
+                if catalog.state(row, Tier.NVME) in {CopyState.READY, CopyState.DROPPED}
             }
             assert committed <= named, "a record outlives its copy"
 

@@ -137,13 +137,13 @@ BUGS: dict[str, Bug] = {
         "tests/unit/test_remote_client.py::test_a_store_that_fails_most_of_a_batch_is_left_alone",
     ),
     # -- slots --
-    "a slot in limbo is handed out": Bug(
+    "a slot that awaits a commit is handed out": Bug(
         "2: a committed record's slot has its key's bytes",
         instead("kvdisk.manager.pool:SlotPool", "retain", lambda _real, pool, slots, _ticket: pool.release(slots)),
         "tests/unit/test_pool.py::test_each_slot_is_in_one_place_and_runs_are_cut_as_short_as_they_can_be",
     ),
     "a slot that is never given back": Bug(
-        "1: a slot is free, in limbo, or held by one copy",
+        "1: a slot is free, awaits a commit, or is held by one copy",
         instead("kvdisk.manager.pool:SlotPool", "release", give_back_all_but_the_first),
         "tests/unit/test_pool.py::test_each_slot_is_in_one_place_and_runs_are_cut_as_short_as_they_can_be",
     ),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvdisk.manager.pool import FREE, LIMBO, SlotPool
+from kvdisk.manager.pool import AWAITING, FREE, SlotPool
 
 
 def check_pool(pool: SlotPool) -> None:
@@ -12,7 +12,7 @@ def check_pool(pool: SlotPool) -> None:
         maps = [pool.states[segment] for segment, place in pool._place_of.items() if place[0] == size_class]
         assert total == sum(map(len, maps))
         assert pool.free[size_class] == sum(states.count(FREE) for states in maps)
-        assert pool.limbo[size_class] == sum(states.count(LIMBO) for states in maps)
+        assert pool.awaiting[size_class] == sum(states.count(AWAITING) for states in maps)
     for place, runs in pool._runs.items():
         ends = {start: start + length for length, starts in runs.starts.items() for start in starts}
         in_runs = [at for start, end in ends.items() for at in range(start, end)]

@@ -12,8 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvdisk.blocks import BlockKey, JobId, Tier, group_of
+from kvdisk.manager import bounds
 from kvdisk.manager.jobs import JobRecord
-from kvdisk.manager.prefetch import MAX_PROMOTE_JOBS, MAX_PROMOTE_MOVES, PREFETCH_DIVISOR
+from kvdisk.manager.prefetch import PREFETCH_DIVISOR
 from kvdisk.messages import Job, JobKind
 from support.fake_engine import FakeEngine
 from support.fake_requests import FakeRequest, Status, key_of
@@ -139,7 +140,7 @@ class ReadWatch:
             return
         assert self.sizes.config.prefetch, "a promotion that nobody wanted"
         assert self.engine.requests[owner].status is Status.WAITING, "a block is read ahead for one that does not wait"
-        assert len(job.moves) <= MAX_PROMOTE_MOVES
+        assert len(job.moves) <= bounds.MOVES
         classes = self.sizes.geometry.size_classes
         self._ahead.setdefault(owner, Counter()).update(classes[group_of(move.key)] for move in job.moves)
         for size_class, slots in enumerate(self.sizes.cpu_slots):
@@ -151,7 +152,7 @@ class ReadWatch:
         drives, and none is of both."""
         ahead = [{Tier.REMOTE in move.slots for move in job.moves} for job in jobs if job.kind is JobKind.PROMOTE]
         assert max(map(len, ahead), default=1) == 1
-        assert max(ahead.count({True}), ahead.count({False})) <= MAX_PROMOTE_JOBS
+        assert max(ahead.count({True}), ahead.count({False})) <= bounds.JOBS
 
     def settled(self, job: Job) -> None:
         """Every rank has answered a job."""

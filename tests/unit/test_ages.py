@@ -93,7 +93,7 @@ def test_a_restart_keeps_the_ages_and_promotions_and_demotions_do_too():
         assert loaded(bench) == BLOCKS
         assert bench.held(PROMPT, Tier.CPU) == [True] * BLOCKS, "read from the drive, it has a copy in memory"
         rows = bench.rows(PROMPT)
-        bench.parts.nvme.drop(rows[::-1])
+        bench.parts.nvme.end(rows[::-1])
         bench.parts.cpu.offer(rows[::-1])
         bench.finish()
         assert bench.held(PROMPT) == [True] * BLOCKS
@@ -245,14 +245,14 @@ def test_what_a_drive_has_that_rests_is_no_younger_when_it_is_stored_anew_beside
     """Its blocks are computed again, and stored in memory; then the drive is back."""
     bench = bench_of()
     bench.serve(PROMPT)
-    bench.parts.cpu.drop(bench.rows(PROMPT)[::-1])
+    bench.parts.cpu.end(bench.rows(PROMPT)[::-1])
     bench.advance(AGE_S / 2)
     catalog, segments = bench.catalog, frozenset(range(bench.sizes.segments))
     with mock.patch.object(bench.parts.nvme, "_hide"):
         catalog.hide(Tier.NVME, segments)
         assert loaded(bench) == 0 and bench.held(PROMPT, Tier.CPU) == [True] * BLOCKS
         catalog.hide(Tier.NVME, frozenset())
-    bench.parts.cpu.drop(bench.rows(PROMPT)[::-1])
+    bench.parts.cpu.end(bench.rows(PROMPT)[::-1])
     assert loaded(bench) == BLOCKS
     bench.advance(AGE_S / 2 + 1)
     assert loaded(bench) == 0

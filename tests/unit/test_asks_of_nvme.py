@@ -26,7 +26,7 @@ def test_what_leaves_unwanted_is_counted_by_reason(why, how):
     served = Served(*how)
     for text in (FIRST, *OTHERS):
         served.serve(text)
-    assert served.stats[f"left_blocks.{why}"] == served.stats["evicted_blocks.cpu"] == 6
+    assert served.stats[f"evicted_unwritten.{why}"] == served.stats["evicted_blocks.cpu"] == 6
 
 
 def test_a_spent_budget_plans_no_demotion_and_keeps_no_engine_awake():

@@ -7,7 +7,7 @@ import pytest
 from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, make_block_key
-from kvdisk.manager import demand
+from kvdisk.manager import bounds
 from kvdisk.manager.block_jobs import BlockJobs
 from kvdisk.manager.copies import Offers
 from kvdisk.manager.reuse import _ORIGINS, ReuseHistory
@@ -41,9 +41,9 @@ def kinds(history: ReuseHistory, keys: list[BlockKey]) -> set[int]:
     return {number % _ORIGINS for number in history.classes_of(keys)}
 
 
-@pytest.mark.parametrize("most", [demand.MOST_CHAINS, 0])
+@pytest.mark.parametrize("most", [bounds.CHAINS, 0])
 def test_a_second_turn_is_told_from_a_new_prompt(jobs, most, monkeypatch):
-    monkeypatch.setattr(demand, "MOST_CHAINS", most)
+    monkeypatch.setattr(bounds, "CHAINS", most)
     keys = chain("chat", 12)
     put(jobs, keys, 0, 6)
     jobs.reached("first turn", keys[:6])

@@ -16,7 +16,7 @@ PATHS = (b"abcdef", b"abcxyz", b"abq", b"mn")
 """Chains, of which some begin alike: a key is the whole path up to a block."""
 KEYS = {path: [BlockKey(path[: end + 1]) for end in range(len(path))] for path in PATHS}
 EVERY_KEY = sorted({key for keys in KEYS.values() for key in keys})
-ACTS = ("store", "store", "begin", "begin", "finish", "finish", "finish", "doom", "drop", "hide")
+ACTS = ("store", "store", "begin", "begin", "finish", "finish", "finish", "drop", "end", "hide")
 Act = tuple[str, bytes, int, int, Tier, bool]
 _act = st.tuples(*map(st.sampled_from, (ACTS, PATHS, range(4), range(1, 7), KEPT_TIERS, (False, True))))
 
@@ -41,13 +41,13 @@ def act(catalog: Catalog, number: int, what: Act) -> None:
         catalog.begin(absent, tier, [Slot(at % 2, 100 * number + at) for at in range(len(absent))])
     elif name == "finish":
         catalog.finish([row for row in rows if states[row] == WRITING], tier)
-    elif name == "doom":
+    elif name == "drop":
         for row in rows:
             if states[row] in {WRITING, READY}:
-                catalog.doom(row, tier)
+                catalog.drop(row, tier)
     else:
         catalog.unpin([row for row in rows if catalog.pins(row, tier)], tier)
-        catalog.drop([row for row in reversed(rows) if states[row] != ABSENT], tier)
+        catalog.end([row for row in reversed(rows) if states[row] != ABSENT], tier)
 
 
 def presence(catalog: Catalog, key: BlockKey) -> int:
@@ -91,7 +91,7 @@ def test_rows_of_an_earlier_epoch_are_given_back_once() -> None:
     catalog.begin(old, Tier.CPU, [Slot(0, 0), Slot(0, 1)])
     catalog.finish(old, Tier.CPU)
     catalog.hide_all()
-    catalog.drop(old[::-1], Tier.CPU)
+    catalog.end(old[::-1], Tier.CPU)
     assert len(catalog) == 0
     rows = catalog.add([BlockKey(b"%d" % number) for number in range(8)], [9] * 8, 1, [None] * 8)
     assert len({*rows}) == len(rows)
@@ -120,7 +120,7 @@ def test_no_chain_comes_back_to_itself_whatever_is_named_as_parents(
             assert catalog.follower_count(row) == followers[catalog.keys[row]]
         for row in catalog.rows_in(Tier.NVME):
             if data.draw(st.booleans()):
-                catalog.drop([row], Tier.NVME)
+                catalog.end([row], Tier.NVME)
     # What was named, and no circle, is what they follow.
     catalog = Catalog()
     rows = catalog.add(keys[:4], range(4), 7, [keys[3], keys[0], keys[1], keys[7]])

@@ -10,7 +10,7 @@ from tier_bench import TierBench
 
 from kvdisk.blocks import Tier, make_block_key
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import demotions
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.eviction import TailFirst
 
@@ -83,8 +83,8 @@ def test_under_a_budget_prompts_are_written_whole(share, payloads, memory_blocks
 @pytest.mark.parametrize("memory_blocks", [LARGE_MEMORY, SMALL_MEMORY])
 @pytest.mark.parametrize("payloads", PAYLOADS.values(), ids=PAYLOADS)
 def test_a_drive_that_lags_behind_gets_prompts_whole(payloads, memory_blocks, monkeypatch):
-    monkeypatch.setattr(demotions, "MAX_DEMOTE_JOBS", 1)
-    monkeypatch.setattr(demotions, "MAX_DEMOTE_MOVES", BLOCKS)
+    monkeypatch.setattr(bounds, "JOBS", 1)
+    monkeypatch.setattr(bounds, "MOVES", BLOCKS)
     bench = Bench(payloads, memory_blocks)
     bench.come_one_by_one(0.01)
     written = bench.written_prompts()
@@ -102,7 +102,7 @@ def given_up() -> tuple[TierBench, int]:
     bench.finish()
     assert bench.held("abcdefgh") == [True] * 4
     *_, tail = bench.rows("abcdefgh")
-    bench.parts.nvme.drop([tail])
+    bench.parts.nvme.end([tail])
     assert bench.parts.cpu.offer_before_eviction([tail]) == []
     bench.idle()
     assert bench.held("abcdefgh") == [True] * 4
@@ -113,7 +113,7 @@ def test_what_memory_gives_up_stays_on_the_drive_until_memory_has_let_go():
     """Else the tail of a chain that fills the drive is written, leaves, and is written again."""
     bench, tail = given_up()
     assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == []
-    bench.parts.cpu.drop(bench.parts.cpu.offer_before_eviction([tail]))
+    bench.parts.cpu.end(bench.parts.cpu.offer_before_eviction([tail]))
     assert bench.parts.nvme._victims(0, 1, keep_dirty=False) == [tail]
 
 
@@ -126,7 +126,7 @@ def test_what_memory_uses_again_may_leave_the_drive():
 def test_a_search_that_ends_early_for_ever_is_given_up(monkeypatch):
     """What finds nothing, and so drops nothing, does not begin it anew: an idle engine would go on
     looking."""
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 1)
     bench = TierBench([4])
     for prompt in ("abcd", "efgh"):
         bench.add(prompt)
@@ -141,7 +141,7 @@ def test_a_search_that_ends_early_for_ever_is_given_up(monkeypatch):
 def test_what_is_queued_instead_of_leaving_makes_no_step_longer(monkeypatch):
     """Each search finds what has to wait for the drive: the next one goes on by the same bound, and
     in the next step by another one."""
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 4)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 4)
     looked, tails = [0], TailFirst._tails
 
     def counted(order, found, tenant=0):

@@ -7,14 +7,8 @@ import logging
 
 import pytest
 
-from kvdisk.manager.segments import (
-    FAILURES_IN_A_ROW,
-    FIRST_BACK_OFF_S,
-    FIRST_QUARANTINE_S,
-    LAST_BACK_OFF_S,
-    LAST_QUARANTINE_S,
-    Drives,
-)
+from kvdisk.manager.bounds import READ_AGAIN, WRITE_AGAIN
+from kvdisk.manager.segments import FAILURES_IN_A_ROW, Drives
 from kvdisk.stats import Stats
 
 
@@ -33,9 +27,9 @@ def read(drives: Drives, now: float, *, fails: bool) -> None:
 @pytest.mark.parametrize(
     ("act", "counter", "first_s", "most_s", "writable"),
     [
-        (write, "write_pauses", FIRST_BACK_OFF_S, LAST_BACK_OFF_S, [0]),
-        (make, "segment_failures", FIRST_BACK_OFF_S, LAST_BACK_OFF_S, [0, 1]),
-        (read, "drive_quarantines", FIRST_QUARANTINE_S, LAST_QUARANTINE_S, [0]),
+        (write, "write_pauses", *WRITE_AGAIN, [0]),
+        (make, "segment_failures", *WRITE_AGAIN, [0, 1]),
+        (read, "drive_quarantines", *READ_AGAIN, [0]),
     ],
 )
 def test_a_failure_pauses_its_drive_only_and_longer_each_time(act, counter, first_s, most_s, writable, caplog):
@@ -67,10 +61,10 @@ def test_only_failures_in_a_row_quarantine_a_drive_and_one_that_is_tried_again()
         assert not drives.quarantined, "bad blocks among good ones"
         drives.note_read_result(0, 5.0, failed=fails)
     assert drives.quarantined == {0}
-    assert drives.refresh(5.0 + FIRST_QUARANTINE_S)
+    assert drives.refresh(5.0 + READ_AGAIN.first_s)
     drives.note_read_result(0, 70.0, failed=True)
     assert drives.quarantined == {0}, "on probation one failure is enough"
-    assert drives.refresh(70.0 + 2 * FIRST_QUARANTINE_S)
+    assert drives.refresh(70.0 + 2 * READ_AGAIN.first_s)
     drives.note_read_result(0, 300.0)
     drives.note_read_result(0, 300.0, failed=True)
     assert not drives.quarantined

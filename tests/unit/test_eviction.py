@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import EVICTIONS
-from kvdisk.manager import eviction
+from kvdisk.manager import bounds
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.reuse import ReuseHistory
 
@@ -65,7 +65,7 @@ def test_of_a_long_list_a_new_tail_is_put_before_what_was_looked_at_last(monkeyp
         policy.insert((row,))
     policy.list_tails(row for row in range(9) if row != 1)
     history.count(KEYS, 10, 11, 0)
-    monkeypatch.setattr(eviction, "MOST_WALKED", 3)
+    monkeypatch.setattr(bounds, "TAILS_LOOKED_AT", 3)
     policy.list_tails((1,))
     assert order_of(policy) == list(range(9))
     policy.list_tails((9,))

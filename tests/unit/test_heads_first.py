@@ -11,8 +11,8 @@ from tier_bench import GEOMETRY, TierBench
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import dirty
-from kvdisk.manager.catalog import DOOMED
+from kvdisk.manager import bounds
+from kvdisk.manager.catalog import DROPPED
 from kvdisk.messages import Reason
 
 SAME_SIZE = Geometry((GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)), 1, 2)
@@ -72,12 +72,12 @@ def test_of_a_prompt_longer_than_the_drive_it_keeps_the_head(step_tokens, memory
 def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
     """Also where that had been there, and had left; far behind the block goes alone, as a step is
     not held up for the rest."""
-    monkeypatch.setattr(dirty, "MOST_WALKED", most)
+    monkeypatch.setattr(bounds, "LOOKED_AT", most)
     bench = TierBench((32,), (64,), nvme_admission="all")
     bench.idle()
     bench.serve("aabbccddeeff")
     nvme, rows = bench.parts.nvme, bench.rows("aabbccddeeff")
-    nvme.drop(rows[:1:-1])
+    nvme.end(rows[:1:-1])
     bench.parts.cpu.offer(rows[-1:])
     bench.idle()
     held = bench.held("aabbccddeeff")
@@ -86,12 +86,12 @@ def test_what_a_block_follows_goes_to_the_drive_before_it(most, monkeypatch):
 
 def test_one_offer_looks_at_a_bounded_number_of_copies(monkeypatch):
     """Of a million tokens it once took 14 s: each of its copies walked as far as one call may."""
-    monkeypatch.setattr(dirty, "MOST_WALKED", 4)
+    monkeypatch.setattr(bounds, "LOOKED_AT", 4)
     bench = TierBench((64,), (64,), gpu_blocks=200, nvme_admission="all")
     bench.idle()
     bench.serve(ascii_letters)
     rows, asked, waiting = bench.rows(ascii_letters), [], bench.parts.dirty
-    bench.parts.nvme.drop(rows[::-1])
+    bench.parts.nvme.end(rows[::-1])
     look = waiting._missing_parent
     monkeypatch.setattr(waiting, "_missing_parent", lambda row: asked.append(row) or look(row))
     bench.parts.cpu.offer(rows[::-1])
@@ -108,7 +108,7 @@ def test_a_copy_that_a_drive_holds_for_long_keeps_no_other_block_out():
     bench.parts.cpu.discard(row)
     bench.serve("aabbccdd", cold=True)
     assert bench.held("aabbccdd", Tier.CPU) == [True, False, True, True]
-    assert bench.catalog.state(row, Tier.CPU) == DOOMED
+    assert bench.catalog.state(row, Tier.CPU) == DROPPED
     bench.parts.cpu.unpin((row,))
 
 
@@ -151,16 +151,16 @@ def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_ref
     bench.idle()
     bench.serve("aabbccddeeff")
     rows, waiting = bench.rows("aabbccddeeff"), bench.parts.dirty
-    bench.parts.nvme.drop(rows[:3:-1])
+    bench.parts.nvme.end(rows[:3:-1])
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 2
     assert waiting.leaving_below(rows[3::-1]) == []
-    assert waiting.total == 0 == bench.stats["left_blocks.room"]
+    assert waiting.total == 0 == bench.stats["evicted_unwritten.room"]
     assert waiting.leaving_below(rows[3::-1]) == rows[3::-1]
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 0, "refused until they are used"
     assert bench.parts.cpu.offer_before_eviction(rows[:3:-1]) == rows[:3:-1]
-    assert bench.stats["left_blocks.room"] == 2
+    assert bench.stats["evicted_unwritten.room"] == 2
     bench.parts.cpu.touch(rows[:3:-1])
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 2

@@ -10,7 +10,7 @@ import pytest
 from tier_bench import TierBench, keys_of
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.prefetch import MOST_ASKED
+from kvdisk.manager import bounds
 from kvdisk.manager.requests import KVHint
 from kvdisk.manager.standings import PINNED
 
@@ -182,8 +182,8 @@ def test_a_prefetch_goes_on_when_nobody_waits_for_room_any_more():
 def test_no_more_prefetches_wait_than_the_queue_has_place_for(caplog):
     bench = make(8, 32)
     request = bench.add(KEPT)
-    bench.manager.hint(request.id, (KVHint("prefetch"),) * (MOST_ASKED + 1), bench.engine.now)
-    assert len(bench.manager._promotions._asked) == MOST_ASKED
+    bench.manager.hint(request.id, (KVHint("prefetch"),) * (bounds.PREFETCHES + 1), bench.engine.now)
+    assert len(bench.manager._promotions._asked) == bounds.PREFETCHES
     assert ["prefetches" in record.getMessage() for record in caplog.records] == [True]
     bench.finish()
     assert not bench.manager._promotions._asked

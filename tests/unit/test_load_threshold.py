@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvdisk.blocks import Tier
-from kvdisk.manager.load_threshold import LEAST_STEP_TOKENS, MOST_BLOCKS, TRIED_ANYWAY, LoadThreshold
+from kvdisk.manager.load_threshold import CAP_BLOCKS, LEAST_STEP_TOKENS, TRIED_ANYWAY, LoadThreshold
 
 BLOCK = 16
 CPU, NVME = Tier.CPU, Tier.NVME
@@ -33,8 +33,8 @@ def test_the_least_hit_is_what_is_computed_while_the_quickest_recent_load_takes_
     compute(price)
     assert blocks(price) == (2, 0)
     price.loaded(NVME, 3600.0)
-    assert blocks(price) == (2, MOST_BLOCKS)
-    assert price.most_tokens == MOST_BLOCKS * BLOCK
+    assert blocks(price) == (2, CAP_BLOCKS)
+    assert price.most_tokens == CAP_BLOCKS * BLOCK
     assert [price.is_worth(size * BLOCK, CPU, arrival=1) for size in (1, 2)] == [False, True]
     tried = [arrival for arrival in range(3 * TRIED_ANYWAY) if price.is_worth(BLOCK, NVME, arrival)]
     assert len(tried) == 3, "a short hit is loaded now and then"

@@ -55,14 +55,14 @@ def test_what_lies_in_other_tiers_is_missed_and_the_reason_says_so():
     bench.idle()
     bench.serve(PROMPT)
     tails = bench.rows(PROMPT)[2:]
-    bench.parts.cpu.drop(tails[::-1])
+    bench.parts.cpu.end(tails[::-1])
     assert bench.held(PROMPT) == [True] * 4 and bench.held(PROMPT, Tier.CPU) == [True, True, False, False]
     assert asked(bench, None, "all") == 8
     assert asked(bench, frozenset({Tier.CPU, Tier.NVME}), "both") == 8
     assert asked(bench, frozenset({Tier.CPU, Tier.REMOTE}), "memory") == 4
     bench.manager.note_scheduled("memory", 4)  # it runs with less than it could have had
     assert bench.stats["misses.excluded"] == 0, "what it was given it has not taken"
-    bench.parts.cpu.drop(bench.rows(PROMPT)[1::-1])
+    bench.parts.cpu.end(bench.rows(PROMPT)[1::-1])
     assert asked(bench, frozenset({Tier.CPU}), "nothing") == 0
     bench.manager.note_scheduled("nothing", 4)
     assert bench.stats["misses.excluded"] == 1
@@ -95,7 +95,7 @@ def test_the_remote_store_is_asked_for_what_lies_in_a_tier_that_a_request_leaves
     bench = TierBench((8,), (16,), **how, remote="s3://nowhere", remote_admission="all")
     if who == "this engine":
         bench.serve(PROMPT)
-        bench.parts.cpu.drop(bench.rows(PROMPT)[::-1])
+        bench.parts.cpu.end(bench.rows(PROMPT)[::-1])
         bench.advance(2 * bench.remote.hint_life_s)
     else:
         home = FakeHome("n" * 32, SegmentRecord(0, GEOMETRY.groups[0].slot_bytes, 16, 0))

@@ -11,7 +11,7 @@ from tier_bench import GEOMETRY, TierBench, keys_of
 
 from kvdisk.blocks import Tier
 from kvdisk.geometry import Geometry, GroupGeometry
-from kvdisk.manager import prefix_match
+from kvdisk.manager import bounds, prefix_match
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.requests import BlockKeys, RequestLimits
@@ -44,7 +44,7 @@ def hit_of(bench: TierBench, prompt: str) -> int | None:
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A search passes over nothing; how many rows each looked at, beside what it was asked for."""
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 1)
     beside: list[int] = []
     search, tails = TailFirst.victims, TailFirst._tails
 
@@ -111,7 +111,7 @@ def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monk
 
 
 def test_what_an_ended_request_could_not_store_yet_is_stored_once_the_search_gets_there(monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 2)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 2)
     bench = TierBench((LENGTH + 8,), gpu_blocks=200)
     for number in range(2, 10):
         bench.serve(prompt_of(number, 1))
@@ -129,7 +129,7 @@ def test_what_an_ended_request_could_not_store_yet_is_stored_once_the_search_get
 
 def test_tails_that_may_not_leave_are_passed_over_for_a_while_only(monkeypatch):
     """Searches that pass over what is held go on from where they ended, and once around."""
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 3)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 3)
     bench = TierBench((12,))
     for number in range(12):
         bench.serve(prompt_of(number, 1))
@@ -306,7 +306,7 @@ def test_a_long_prompt_that_waits_for_room_is_looked_up_once(others, geometry, m
         losses = bench.catalog.losses
         bench.serve(prompt_of(number, 4))
         if others == "are read":
-            bench.manager._state.landing.update(keys_of(prompt_of(number)))
+            bench.manager._state.arriving.update(keys_of(prompt_of(number)))
         elif others == "are loaded" and number == 2:
             bench.manager._loads.gpu_loads.begin(99, keys_of(prompt_of(number)))
         assert bench.catalog.losses > losses

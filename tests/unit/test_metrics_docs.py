@@ -20,7 +20,7 @@ LEFT_OUT = {
     "held_blocks": "used_bytes says the same",
     "expired_blocks": "only with max_age_s, and nothing to act on",
     "budget_pauses": "write_budget_bytes shows them",
-    "share_evicted_blocks": "only with salt_share: refused_blocks and left_blocks show who is held back",
+    "share_evicted_blocks": "only with salt_share: refused_blocks and evicted_unwritten show who is held back",
     "moved_segments": "evicted_blocks shows what it costs",
     "remote_paused": "remote_questions stop rising",
     "lost_events": "of interest to those who listen to events only",

@@ -134,7 +134,7 @@ def test_what_is_restored_is_what_the_records_say_one_by_one(records):
     for _ in range(2):  # whatever leaves, and comes back, the trees stay the same
         assert content(catalog) == content(stored)
         for record in kept[::2]:
-            catalog.drop((catalog.find(record.key),), Tier.NVME)
+            catalog.end((catalog.find(record.key),), Tier.NVME)
             store(catalog, record)
 
 
@@ -151,7 +151,7 @@ def test_records_whose_parents_go_in_a_circle_leave_all_the_same(length: int) ->
     for _ in range(length + 2):
         (row,) = order.victims(1, catalog.evictable_in(Tier.NVME))
         order.remove((row,))
-        catalog.drop((row,), Tier.NVME)
+        catalog.end((row,), Tier.NVME)
     assert len(catalog) == 0
 
 

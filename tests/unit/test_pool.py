@@ -51,7 +51,7 @@ def lengths_of_cuts(lengths: list[int], wanted: int) -> list[int]:
 def test_each_slot_is_in_one_place_and_runs_are_cut_as_short_as_they_can_be(steps):
     """Against a pool that looks at every slot."""
     pool = SlotPool(1)
-    free, used, limbo, ticket, committed = set(), [Slot(2, 1)], {}, 0, 0
+    free, used, awaiting, ticket, committed = set(), [Slot(2, 1)], {}, 0, 0
     for segment, drive in DRIVES.items():
         pool.add_segment(segment, 0, 14, np.array([1], np.uint32) if segment == 2 else None, drive)
         free |= {Slot(segment, index) for index in range(14)} - set(used)
@@ -72,18 +72,18 @@ def test_each_slot_is_in_one_place_and_runs_are_cut_as_short_as_they_can_be(step
         if step == "commit":
             committed = min(ticket, committed + count // 3)
             pool.free_committed(committed)
-            free |= {slot for slot, of in limbo.items() if of <= committed}
-            limbo = {slot: of for slot, of in limbo.items() if of > committed}
+            free |= {slot for slot, of in awaiting.items() if of <= committed}
+            awaiting = {slot: of for slot, of in awaiting.items() if of > committed}
         elif step == "release":
             pool.release(back)
             free |= set(back)
         else:
             ticket += 1
             pool.retain(back, ticket)
-            limbo |= dict.fromkeys(back, ticket)
-        used = [slot for slot in used if slot in set(used) - free - set(limbo)]
+            awaiting |= dict.fromkeys(back, ticket)
+        used = [slot for slot in used if slot in set(used) - free - set(awaiting)]
         check_pool(pool)
-        assert (pool.free[0], pool.limbo[0]) == (len(free), len(limbo))
+        assert (pool.free[0], pool.awaiting[0]) == (len(free), len(awaiting))
 
 
 def test_size_classes_are_apart_and_segments_go():

@@ -84,11 +84,11 @@ def _change(catalog, key, tier, segment, step):
     elif state == CopyState.WRITING and step:
         catalog.finish((row,), tier)
     elif state == CopyState.READY and step == 2:
-        catalog.doom(row, tier)
+        catalog.drop(row, tier)
     else:
         if catalog.pins(row, tier):
             catalog.unpin((row,), tier)
-        catalog.drop((row,), tier)
+        catalog.end((row,), tier)
 
 
 POSITIONS = st.integers(0, BLOCKS - 1)
@@ -179,7 +179,7 @@ def test_the_row_of_a_block_that_has_left_says_nothing_of_it_when_another_block_
     keys = _store(catalog, "abc")
     assert lookups.hits(catalog, geometry, [keys], 0, 6).ready == 6
     row = catalog.find(keys[1])
-    catalog.drop((row,), Tier.NVME)
+    catalog.end((row,), Tier.NVME)
     (other,) = _store(catalog, "x")
     assert catalog.find(other) == row
     assert lookups.hits(catalog, geometry, [keys], 0, 6).ready == 2

@@ -10,7 +10,7 @@ from support.small_engine import SmallEngine
 from tier_bench import GEOMETRY, keys_of
 
 from kvdisk.blocks import BlockKey, Tier
-from kvdisk.manager import copies, prefetch
+from kvdisk.manager import bounds, copies, prefetch
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.requests import RequestLimits
 from kvdisk.manager.step_work import Kind
@@ -124,8 +124,8 @@ def test_of_a_long_prompt_that_waits_a_step_looks_at_a_part(on_gpu, monkeypatch)
     """What is to be read is made out at once, by arrays; whether the GPU has it is asked block by
     block, and no read is made of what no job takes."""
     lower_shares(monkeypatch, 6, Kind.PREFETCH)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_MOVES", 4)
-    monkeypatch.setattr(prefetch, "MAX_PROMOTE_JOBS", 1)
+    monkeypatch.setattr(bounds, "MOVES", 4)
+    monkeypatch.setattr(bounds, "JOBS", 1)
     blocks, asked, made = 25, [], []
     queue = Queue()
     prompt = "".join(letter * 2 for letter in "abcdefghijklmnopqrstuvwxy") + "z"

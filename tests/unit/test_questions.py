@@ -19,7 +19,7 @@ from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import ForeignCopy, SegmentRecord
-from kvdisk.manager import neighbours, remote
+from kvdisk.manager import bounds
 from kvdisk.manager.neighbours import NeighbourCopies
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
@@ -131,16 +131,15 @@ def make(kind: str, groups: Sequence[GroupGeometry]) -> Asker:
     [(alike(2), 70, 64), (alike(3), 40, 64), (alike(3), 40, 1), (SEVEN, 44_800 // TOKENS, None), (SEVEN, 9000, None)],
 )
 def test_a_prompt_of_more_blocks_than_a_question_has_hits_whole(kind, groups, blocks, limit, monkeypatch):
-    for module in (neighbours, remote):
-        if limit is not None:
-            monkeypatch.setattr(module, "MOST_KEYS", limit)
+    if limit is not None:
+        monkeypatch.setattr(bounds, "QUESTION_BLOCKS", limit)
     asker = make(kind, groups)
     assert asker.hit(asker.come(blocks)) == blocks
     assert asker.parts.stats[f"{'foreign' if kind == 'neighbours' else 'remote'}_questions"] == 1
 
 
 def test_behind_a_hole_of_a_chain_nothing_more_is_asked(monkeypatch):
-    monkeypatch.setattr(remote, "MOST_KEYS", 64)
+    monkeypatch.setattr(bounds, "QUESTION_BLOCKS", 64)
     far = Everything()
     asker = Asker(alike(2), far=far)
     request = RequestState("a", [b"%016d" % at for at in range(200)], 200 * TOKENS + 1, asker.parts.geometry)

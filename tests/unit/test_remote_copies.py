@@ -12,9 +12,8 @@ from tier_bench import GEOMETRY, TierBench, keys_of
 from kvdisk.blocks import Tier, group_of
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH, Geometry, GroupGeometry
-from kvdisk.manager import remote
-from kvdisk.manager.prefetch import MAX_PROMOTE_JOBS
-from kvdisk.manager.remote import ASK_AGAIN_S, FIRST_DOUBT_S
+from kvdisk.manager import bounds
+from kvdisk.manager.remote import ASK_AGAIN_S
 from kvdisk.messages import Job, JobKind, Report
 
 PROMPT, FOUR = "aabbccx", "jjkkllmmx"
@@ -247,7 +246,7 @@ def test_who_may_not_write_uses_what_somebody_has_repaired():
     engine.remote.objects.update(right)
     for prompt in (FOUR, *OTHERS):
         engine.serve(prompt, cold=True)
-    engine.advance(FIRST_DOUBT_S)
+    engine.advance(bounds.READ_AGAIN.first_s)
     before = engine.stats["hit_tokens.remote"]
     engine.ask(PROMPT)
     assert engine.stats["hit_tokens.remote"] == before + 6
@@ -257,7 +256,7 @@ def test_who_may_not_write_uses_what_somebody_has_repaired():
 
 
 def test_where_little_can_be_queued_it_is_of_all_groups(monkeypatch):
-    monkeypatch.setattr(remote, "MOST_QUEUED", 8)
+    monkeypatch.setattr(bounds, "QUEUED", 8)
     engine = Sharing(geometry=TWO_GROUPS)
     engine.remote.any = False
     engine.serve("aabbccddeeffgghhx")
@@ -304,4 +303,4 @@ def test_a_slow_remote_store_does_not_hold_up_what_a_drive_has():
         engine.remote.answer()
         engine.step(work=False)
     jobs = engine.parts.transfers.count(JobKind.PROMOTE)
-    assert jobs == MAX_PROMOTE_JOBS + 1, "as many as may be of the one, and one of the other"
+    assert jobs == bounds.JOBS + 1, "as many as may be of the one, and one of the other"

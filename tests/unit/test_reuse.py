@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey, make_block_key
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmitLearned
 from kvdisk.manager.catalog import key_hash
-from kvdisk.manager.reuse import _ORIGINS, CLASSES, FEWEST_PLACES, MOST_PLACES, MOST_USES, ReuseHistory
+from kvdisk.manager.reuse import _ORIGINS, CLASSES, USES, ReuseHistory
 
 
 def key_of(number: int) -> BlockKey:
@@ -46,7 +47,7 @@ requests_of = st.lists(st.tuples(st.integers(0, 11), st.lists(st.integers(1, 11)
 
 
 @settings(max_examples=300)
-@given(parents_of, requests_of, st.sampled_from([2, 4, 8, FEWEST_PLACES]))
+@given(parents_of, requests_of, st.sampled_from([2, 4, 8, bounds.LEAST_PLACES]))
 def test_uses_never_rise_along_a_chain_whatever_is_forgotten(parents, requests, places):
     history, counts = small(places), [0] * 12
     for block, stops in requests:
@@ -60,7 +61,7 @@ def test_uses_never_rise_along_a_chain_whatever_is_forgotten(parents, requests, 
         known = [count for count in uses(history, keys) if count]
         assert known == sorted(known, reverse=True)
         assert known or places < len(path)
-        if places == FEWEST_PLACES:
+        if places == bounds.LEAST_PLACES:
             assert uses(history, [key_of(number) for number in range(12)]) == counts
 
 
@@ -80,12 +81,12 @@ def test_the_table_is_bounded_and_forgets_what_was_wanted_longest_ago():
         come(history, [always])
         come(history, [key_of(number)])
     held = uses(history, [key_of(number) for number in range(2000)])
-    assert uses(history, [always]) == [MOST_USES]
+    assert uses(history, [always]) == [USES]
     assert sum(held) <= 256 and sum(held[1900:]) > 70 > sum(held[:1000])
     history.reserve(100_000)
     assert len(history._tags) == 1 << 20 and uses(history, [always]) == [0]
     history.reserve(10**9)
-    assert len(history._tags) == MOST_PLACES
+    assert len(history._tags) == bounds.PLACES
 
 
 def long_prompt(blocks: int, seed: int) -> list[BlockKey]:
@@ -246,7 +247,7 @@ def test_what_is_restored_is_as_if_it_had_come_in_that_order():
     found = [(*history.known(key), at) for at, key in enumerate(keys) if history.known(key)[0]]
     assert len(found) > 0.995 * len(keys)
     for uses_of_it, number, age, at in found:
-        expected = min(int(given[at]) + 1, MOST_USES), classes[at], len(keys) - 1 - at
+        expected = min(int(given[at]) + 1, USES), classes[at], len(keys) - 1 - at
         assert (uses_of_it, number, age) == expected
     crowded.restore(keys, np.arange(len(keys)), given)
     known = [at for at, key in enumerate(keys) if crowded.known(key)[0]]
@@ -287,7 +288,7 @@ def test_one_long_prompt_is_no_scan():
 @pytest.mark.parametrize("seed", range(3))
 def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed):
     rng = random.Random(seed)
-    monkeypatch.setattr("kvdisk.manager.reuse.FEWEST_PLACES", places)
+    monkeypatch.setattr("kvdisk.manager.bounds.LEAST_PLACES", places)
     histories = [ReuseHistory(), ReuseHistory()]
     prompts: list[list[BlockKey]] = [[]]
     for _ in range(60):
@@ -311,7 +312,7 @@ def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed
 
 
 def test_a_few_new_prompts_are_no_scan_and_many_are():
-    """Of long prompts each is one witness, however many blocks it has."""
+    """A long prompt is no more evidence than the cap, however many blocks it has."""
     rng, numbers = random.Random(5), count()
     history = ReuseHistory()
     history.reserve(40_000)

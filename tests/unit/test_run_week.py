@@ -12,7 +12,7 @@ from run_week import Week, WeekSettings, run_week
 from week_engine import Engine
 from week_sizes import Series, sizes_of
 
-from kvdisk.manager import reuse
+from kvdisk.manager import bounds, reuse
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.demotions import Demotions
 
@@ -31,7 +31,7 @@ def early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     """What few requests would not fill on the first day is full sooner; of faults nothing is
     logged."""
     caplog.set_level(logging.CRITICAL, "kvdisk")
-    monkeypatch.setattr(reuse, "_MOST_PAST", 8)
+    monkeypatch.setattr(bounds, "COUNTS", 8)
     monkeypatch.setattr(reuse, "_LEARNT_EVERY", (64, 128))
 
 

@@ -116,7 +116,7 @@ def test_what_the_last_tier_has_evicted_is_told_apart_as_far_as_it_can_be(left, 
     for prompt in prompts:
         bench.add(prompt)
         bench.finish()
-    bench.stats.add("left_blocks.room", left)
+    bench.stats.add("evicted_unwritten.room", left)
     bench.engine.pool.forget_all()
     bench.add(prompts[0])
     bench.finish()

@@ -12,7 +12,7 @@ from tier_bench import GEOMETRY, TierBench
 from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager import nvme
+from kvdisk.manager import bounds
 from kvdisk.manager.catalog import CopyState
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.segments import NvmeLayout, Segments
@@ -137,7 +137,7 @@ def test_of_a_drive_that_is_empty_at_the_start_each_step_ends_some_copies(monkey
     served.restart()
     rows = served.rows("aabbccddx")
     assert all(served.held("aabbccddx"))
-    monkeypatch.setattr(nvme, "MOST_ENDED", 1)
+    monkeypatch.setattr(bounds, "ENDED", 1)
     served.engine.schedule(16)
     served.engine.forward()
     while runnable := served.rank.runnable:

@@ -270,10 +270,10 @@ def test_what_waits_for_the_drive_holds_nobody_up():
     assert all(has(bench, prompt, Tier.NVME) for prompt in HOT)
     assert not has(bench, "bnew11", Tier.NVME)
     assert nvme.share.left(0, ord("b")) < 3
-    assert bench.stats["left_blocks.share"] == 0
+    assert bench.stats["evicted_unwritten.share"] == 0
     for prompt in flood_of("b", 20)[10:]:
         bench.serve(prompt)
-    assert bench.stats["left_blocks.share"] > 0 == bench.stats["left_blocks.room"]
+    assert bench.stats["evicted_unwritten.share"] > 0 == bench.stats["evicted_unwritten.room"]
     bench.catalog.unpin(held, Tier.NVME)
 
 
@@ -293,7 +293,7 @@ def test_pinned_blocks_stay_and_what_leaves_first_leaves_first():
 
 def test_a_smaller_share_after_a_restart_is_reached_by_and_by(monkeypatch):
     """While it is not, the tenant may replace its own blocks; a step lets few more go."""
-    monkeypatch.setattr("kvdisk.manager.room.MOST_SURPLUS", 3)
+    monkeypatch.setattr("kvdisk.manager.bounds.EVICTED", 3)
     bench = bench_of(("nvme_slots",), salt_share=1.0)
     for prompt in flood_of("b", 13):
         bench.serve(prompt)

@@ -14,6 +14,7 @@ from kvdisk.blocks import BlockKey, Slot, Tier, group_of, make_block_key
 from kvdisk.config import EVICTIONS, Config
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.eviction import TailFirst, make_eviction
@@ -58,7 +59,7 @@ class Copies:
 
     def drop(self, row: int) -> None:
         self.order.remove((row,))
-        self.catalog.drop((row,), Tier.CPU)
+        self.catalog.end((row,), Tier.CPU)
 
     def ready(self) -> dict[int, int]:
         found = {number: self.catalog.find(key_of(number)) for number in range(len(self.parents))}
@@ -161,7 +162,7 @@ def test_of_any_tree_the_tails_leave_first_and_nothing_is_stuck(eviction, parent
     while copies.ready():
         assert copies.evict(3)
     assert len(copies.catalog._vacant) == len(copies.catalog.generations), "a row is lost"
-    assert not copies.order._useless
+    assert not copies.order._stateless
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 8])
@@ -211,7 +212,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
         parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
         space.finish((row,), 0)
     assert not space.allocate(0, 1), "the states follow"
-    assert len(space.allocate(1, 2)) == 2 and not any(order._useless for order in space._evictors)
+    assert len(space.allocate(1, 2)) == 2 and not any(order._stateless for order in space._evictors)
     assert len(space.allocate(0, 2)) == 2
 
 
@@ -236,14 +237,14 @@ def test_a_state_that_follows_a_state_makes_nothing_useful():
     assert copies.victims(3) == [rows[0], rows[2], rows[1]]
 
 
-@pytest.mark.parametrize("how", ["first", "useless"])
+@pytest.mark.parametrize("how", ["first", "stateless"])
 def test_many_that_may_not_leave_hold_up_no_other(how, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 8)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 8)
     copies = Copies("lru", [-1] * 30)
     rows = [copies.store(number) for number in range(30)]
     copies.catalog.pin(rows[:29], Tier.CPU)
-    if how == "useless":
-        copies.order._useless.update(rows[:29])
+    if how == "stateless":
+        copies.order._stateless.update(rows[:29])
     else:
         for number in range(29):
             copies.standings.set(key_of(number), DEMOTED, 60.0)
@@ -318,7 +319,7 @@ class Watched(Copies):
             return evictable(row) and row not in kept
 
         rows = self.order.victims(count, asked)
-        assert self.looked <= TailFirst.MAX_SKIPPED + 2 * count, "it looks at what is no tail"
+        assert self.looked <= bounds.TAILS_SKIPPED + 2 * count, "it looks at what is no tail"
         for row in rows:
             self.drop(row)
         return rows
@@ -326,7 +327,7 @@ class Watched(Copies):
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_tail_of_a_long_chain_is_found_at_once(eviction, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 1)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 1)
     copies = Watched(eviction, list(range(-1, 299)), monkeypatch)
     rows = [copies.store(number) for number in range(300)]
     left = [row for _ in range(155) for row in copies.search(2)]
@@ -348,7 +349,7 @@ def test_all_children_of_one_parent_leave_in_one_search(newest_first, monkeypatc
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("why", ["in use", "waits for its demotion", "chain in use"])
 def test_what_may_not_leave_does_not_keep_others_from_leaving(eviction, why, monkeypatch):
-    monkeypatch.setattr(TailFirst, "MAX_SKIPPED", 16)
+    monkeypatch.setattr(bounds, "TAILS_SKIPPED", 16)
     parents = [*range(-1, 199), -1] if why == "chain in use" else [-1] * 201
     copies = Watched(eviction, parents, monkeypatch)
     rows = [copies.store(number) for number in range(201)]
@@ -383,7 +384,7 @@ def test_a_row_is_a_tail_again_whatever_way_its_follower_goes(eviction, way):
     elif way == "discarded":
         catalog.pin((tail,), Tier.NVME)
         nvme.discard(tail)
-        assert order.victims(1, everything) == [], "a doomed copy follows it still"
+        assert order.victims(1, everything) == [], "a dropped copy follows it still"
         nvme.unpin((tail,))
     else:
         nvme._drop_segment(nvme.segments.specs[1])

@@ -72,7 +72,7 @@ def test_under_way_it_tells_once_a_second_and_at_the_end_at_once():
 
 def test_gauges_of_what_waits_for_the_drive():
     bench = TierBench((8,), (16,), nvme_admission="all")
-    names = ("backlog_blocks", "limbo_blocks", "uncommitted_changes", "fragmentation_ratio")
+    names = ("backlog_blocks", "awaiting_commit_blocks", "uncommitted_changes", "fragmentation_ratio")
 
     def read() -> list[float]:
         return [bench.manager.gauges.read()[name] for name in names]
@@ -82,7 +82,7 @@ def test_gauges_of_what_waits_for_the_drive():
     bench.step()
     assert read() == [3, 0, 0, 0]
     bench.finish()
-    bench.parts.nvme.drop(bench.catalog.rows_in(Tier.NVME)[:1])
+    bench.parts.nvme.end(bench.catalog.rows_in(Tier.NVME)[:1])
     assert read() == [0, 1, 1, 0] and bench.manager.gauges.busy
     bench.idle()
     assert read() == [0, 0, 0, 1 / 14], "one free slot lies before the others"

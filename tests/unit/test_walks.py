@@ -13,7 +13,7 @@ from tier_bench import TierBench
 
 from kvdisk.blocks import BlockKey, Tier
 from kvdisk.index.base import BlockColumns
-from kvdisk.manager.demotions import MAX_DEMOTE_JOBS, MAX_DEMOTE_MOVES
+from kvdisk.manager import bounds
 from kvdisk.manager.parents import bytes_of
 from kvdisk.manager.step_work import Kind
 from kvdisk.messages import JobKind
@@ -56,8 +56,8 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     assert dirty.total == MANY
     bench.parts.transfers.add(JobKind.DEMOTE, [], [])  # as if between two other tiers
     bench.manager.take_plan(bench.engine.now, idle=True)
-    assert MANY - dirty.total == MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES
-    assert all(row in dirty for row in rows[MAX_DEMOTE_JOBS * MAX_DEMOTE_MOVES :]), "the oldest were taken"
+    assert MANY - dirty.total == bounds.JOBS * bounds.MOVES
+    assert all(row in dirty for row in rows[bounds.JOBS * bounds.MOVES :]), "the oldest were taken"
 
 
 def test_reading_ahead_looks_at_the_head_of_the_line():

@@ -27,8 +27,8 @@ class Run:
     ``nvme_bytes``: the setting that gives the NVMe tier this room; 0 where there is no such tier.
     ``written_*``, ``read_*``: to and from NVMe. ``write_amplification``: blocks written for each
     distinct block of the trace. ``written_per_hit``: blocks written for each hit in NVMe.
-    ``refused``: offers; ``left_cpu_*``: copies that were evicted from the CPU tier and not written
-    to NVMe.
+    ``refused``: offers; ``evicted_unwritten_*``: copies that were evicted from the CPU tier and not
+    written to NVMe.
     """
 
     policy: str
@@ -111,7 +111,7 @@ def run_setting(trace: Trace, slot_bytes: int, setting: Setting) -> Run:
         written_per_hit=engine.written / nvme_hits if nvme_hits else None,
         evicted_blocks={tier: stats[f"evicted_blocks.{tier}"] for tier in TIERS},
         refused={why: stats[f"refused_blocks.{why}"] for why in REFUSALS}
-        | {f"left_cpu_{why}": stats[f"left_blocks.{why}"] for why in REFUSALS},
+        | {f"evicted_unwritten_{why}": stats[f"evicted_unwritten.{why}"] for why in REFUSALS},
         seconds=round(seconds, 3),
     )
 
