@@ -358,7 +358,11 @@ class StorePlanner:
             self._left_at, looked = self._state.released, len(left.keys)
             # One request may have left what another has left, too.
             cached = {left.keys[at]: at for at in self._cached(left)}
-            self._left = self._store(left.at(list(cached.values())), None, self._work.now).unserved
+            unserved = self._store(left.at(list(cached.values())), None, self._work.now).unserved
+            # What has an old copy there that is being dropped does not wait for room: a drive that
+            # hangs may hold it for long, and no search would go on meanwhile.
+            rows, states = self._catalog.find_all(unserved.keys), self._catalog.columns(self._target.tier).states
+            self._left = unserved.at([at for at, row in enumerate(rows) if row == NONE or states[row] == ABSENT])
             yield looked
             yield 0
 

@@ -9,7 +9,7 @@ from kvdisk.manager import bounds, step_work
 from kvdisk.manager.step_work import SHARES, Kind
 
 LOW = {
-    "JOBS": 2,
+    "JOBS": 1,
     "FETCH_JOBS": 1,
     "MOVES": 2,
     "ENDED": 2,
