@@ -247,6 +247,11 @@ def forget_whose_states_are(planter: Planter) -> None:
     planter.replace_in(StorePlanner, "plan_states", StorePlanner, "_note_tenant", lambda *_: None)
 
 
+def read_parts_without_pins(planter: Planter) -> None:
+    lower_shares(planter.patch, 1, Kind.LOADS)
+    without_pins(LoadJobs, "_find")(planter)
+
+
 def load_parts_that_are_too_old(planter: Planter) -> None:
     lower_shares(planter.patch, 1, Kind.LOADS)
     planter.skip(Copies, "let_go_unreadable", [])
@@ -358,7 +363,8 @@ BUGS = {
     "failed promotion left ready": Bug(before(Settlement, "_end_read", keep_failed_promotions), on.QUEUE_SIZES),
     "source of a failed promotion kept": Bug(instead(Copies, "end_reads", keep_sources_of_promotions), on.QUEUE_SIZES),
     # -- loads and reading ahead --
-    "read without a pin": Bug(without_pins(LoadJobs, "_find"), (on.ONE_GROUP, *on.QUEUE_SIZES)),
+    "read without a pin": Bug(without_pins(LoadJobs, "_find_few"), (on.ONE_GROUP, *on.QUEUE_SIZES)),
+    "part of a long load read without a pin": Bug(read_parts_without_pins, (on.ONE_GROUP, *on.QUEUE_SIZES)),
     "waiting without end": Bug(nothing(HitLookup, "_is_over", False), (on.NVME_ONLY, on.QUEUE_WINDOW)),
     "neighbour's block kept under a generation of its own": Bug(give_another_generation),
     "lookup remembered after an eviction": Bug(instead(Catalog, "_change", forget_losses), (on.ONE_GROUP,)),
