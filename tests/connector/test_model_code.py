@@ -67,7 +67,7 @@ def test_another_text_of_a_plugins_model_is_another_model(tiny_llama, tmp_path):
     found = []
     for shift in (0, 1, 0):
         (place / "own_plugin" / "shift.py").write_text(f"SHIFT = {shift}\n")
-        with EngineChild(tiny_llama, tmp_path / "log", extra_config=extra, env=env) as engine:
+        with EngineChild(tiny_llama, tmp_path / "log", extra_config=extra, env=env, max_model_len=2048) as engine:
             answer, salted = engine.generate([prompt]) + engine.generate([prompt], salt=str(len(found)))
             engine.drain()
         found.append((answer.cached, answer.tokens == salted.tokens))

@@ -129,13 +129,13 @@ def test_what_waits_for_room_is_not_offered_before_it_is_computed_again():
     bench.add("aabbccdd", finishing=False)
     bench.step()
     offered, plan = [], bench.manager._stores._store
-    bench.manager._stores._store = lambda offers, *rest: offered.extend(offers) or plan(offers, *rest)
+    bench.manager._stores._store = lambda offers, *rest: offered.extend(offers.positions) or plan(offers, *rest)
     (request,) = bench.manager._requests.values()
     assert len(request.due) == 2
     bench.parts.cpu.discard(*bench.catalog.rows_in(Tier.CPU))
     bench.manager._state.released += 1
     bench.manager.plan_store(request.request_id, 6, request.held_blocks, bench.now + 3.0)
-    assert [offer.position for offer in offered] == [2]
+    assert offered == [2]
 
 
 def test_a_cpu_tier_of_one_slot_feeds_the_drive():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns
+from kvdisk.manager import bounds
 from kvdisk.manager import parents as module
 from kvdisk.manager.catalog import NONE, TierColumns
 from kvdisk.manager.parents import bytes_of, parents_among, without_circles
@@ -49,7 +50,7 @@ def test_arrays_find_what_a_dictionary_does(found, mask):
     begins = module._begins
     with (
         mock.patch.object(module, "_AT_ONCE", 7),
-        mock.patch.object(module, "_MOST_ALIKE", 5),
+        mock.patch.object(bounds, "ALIKE", 5),
         mock.patch.object(module, "_begins", lambda keys: begins(keys) & np.uint64(mask)),
     ):
         got = parents_among(columns_of(keys, parents), bytes_of([BlockKey(key) for key in keys]), rows)

@@ -312,7 +312,7 @@ def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed
 
 
 def test_a_few_new_prompts_are_no_scan_and_many_are():
-    """A long prompt is no more evidence than the cap, however many blocks it has."""
+    """A long prompt is no more evidence than the bound, however many blocks it has."""
     rng, numbers = random.Random(5), count()
     history = ReuseHistory()
     history.reserve(40_000)
