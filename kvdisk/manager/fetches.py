@@ -58,8 +58,6 @@ class Fetches:
         from the remote store."""
         if not self._loaded:
             return
-        if not self._work.has(Kind.FETCHES, self):
-            self._queue.clear()
         for parent, key in zip((None, *keys), keys, strict=False):
             if key in self._loaded:
                 del self._loaded[key]
@@ -105,4 +103,6 @@ class Fetches:
 
     def reset(self) -> None:
         """Forget all: the keys have another meaning."""
+        self._work.cancel(self)
         self._loaded.clear()
+        self._queue.clear()

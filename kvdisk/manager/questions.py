@@ -62,8 +62,7 @@ class Questions:
     """The questions to one index, and its answers.
 
     ``send``: asks it for the missing blocks of one stretch, by group, with a ticket, and returns
-    whether that was taken. ``counter``: of the requests for which it
-    was asked.
+    whether that was taken. ``counter``: of the requests for which it was asked.
     """
 
     def __init__(
