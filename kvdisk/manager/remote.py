@@ -234,6 +234,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Neither ask it nor send there any more, because this engine's weights are no longer those
         of the files."""
         super().stop()
+        self._queue.clear()
         self._index = None
         self._look(self._now_s)
 
@@ -272,8 +273,6 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         whose object here has failed its check, whatever it admits."""
         if self._index is None or self.admission is None:
             return
-        if not self._work.has(Kind.SENDS, self):
-            self._queue.clear()
         keys, states = self._catalog.keys, self._catalog.columns(self.source).states
         ready = [keys[row] for row in rows if states[row] == READY and keys[row] not in self._queue]
         bad = [self.bad.is_to_replace(key) for key in ready]
