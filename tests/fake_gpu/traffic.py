@@ -45,6 +45,7 @@ from kvdisk.config import Config
 from kvdisk.device.base import Device, Op, Transfer
 from kvdisk.device.base import Outcome as DeviceOutcome
 from kvdisk.device.posix import PosixDevice
+from kvdisk.manager.segments import Drives
 from kvdisk.worker.copier import CudaLanes
 from kvdisk.worker.cudart import forget_error
 from kvdisk.worker.mover import Mover
@@ -182,8 +183,8 @@ VARIANTS = {
         _TIGHT("sleeps", sleeps=0.1, windowed=True, slow_turns=True),
         _TIGHT("sleeps-drive-alone", sleeps=0.1, values=_NO_MEMORY),
         # Failures.
-        _TIGHT("hangs", hangs=0.1, values=_HANGING),
-        _STAGED("hangs-staged", hangs=0.1, values=_HANGING),
+        _TIGHT("hangs", hangs=0.3, values=_HANGING),
+        _STAGED("hangs-staged", hangs=0.3, values=_HANGING),
         _TIGHT("kernels-fail", fails={"kernel": OUT_OF_MEMORY}),
         _STAGED("kernels-fail-staged", fails={"kernel": OUT_OF_MEMORY}, values=_NO_MEMORY),
         _TIGHT("kernels-end", fails_for_good={"kernel": LAUNCH_FAILURE}),
@@ -501,22 +502,67 @@ class _Run:
             control.fail(call, 0, times=0)
 
 
+class _LateDrive:
+    """Has some batches of a device end late, and touch their buffers until then: what a batch has
+    read comes into them again, and what they hold is written again."""
+
+    def __init__(self, likelihood: float, chance: random.Random) -> None:
+        self._likelihood, self._chance = likelihood, chance
+        self._submit, self._poll = PosixDevice.submit, PosixDevice.poll
+        self._out: dict[tuple[int, int], tuple[Op, Sequence[Transfer]]] = {}
+        """By device and ticket."""
+        self._held: dict[tuple[int, int], tuple[float, DeviceOutcome, list[bytes]]] = {}
+        """Until when, and what was read."""
+
+    def submit(self, device: PosixDevice, op: Op, batch: Sequence[Transfer]) -> int:
+        ticket = self._submit(device, op, batch)
+        self._out[id(device), ticket] = op, batch
+        return ticket
+
+    def poll(self, device: PosixDevice, timeout_s: float = 0.0) -> list[DeviceOutcome]:
+        ended, now_s = list[DeviceOutcome](), time.monotonic()
+        for outcome in self._poll(device, timeout_s):
+            name = id(device), outcome.ticket
+            op, batch = self._out[name]
+            if self._chance.random() < self._likelihood:
+                is_read = op is Op.READ and not outcome.errors
+                read = [bytes(buffer) for transfer in batch for buffer in transfer.buffers] if is_read else []
+                self._held[name] = now_s + _HANGS_S, outcome, read
+            else:
+                ended.append(outcome)
+                del self._out[name]
+        for name, (end_s, outcome, read) in list(self._held.items()):
+            if name[0] == id(device) and end_s <= now_s:
+                self._touch_again(*self._out.pop(name), read)
+                del self._held[name]
+                ended.append(outcome)
+        return ended
+
+    @staticmethod
+    def _touch_again(op: Op, batch: Sequence[Transfer], read: list[bytes]) -> None:
+        if op is Op.READ:
+            for buffer, was in zip((buffer for transfer in batch for buffer in transfer.buffers), read, strict=False):
+                memoryview(buffer)[:] = was
+        else:
+            for transfer in batch:
+                os.pwritev(transfer.fd, transfer.buffers, transfer.offset)
+
+
 @contextmanager
 def _hanging(likelihood: float, chance: random.Random) -> Iterator[None]:
     """Let some batches end at the drive only when they are late."""
-    poll, held = PosixDevice.poll, dict[int, tuple[float, DeviceOutcome]]()
+    if not likelihood:
+        yield
+        return
+    late = _LateDrive(likelihood, chance)
 
-    def hanging_poll(self: PosixDevice, timeout_s: float = 0.0) -> list[DeviceOutcome]:
-        ended, now_s = list[DeviceOutcome](), time.monotonic()
-        for outcome in poll(self, timeout_s):
-            if chance.random() < likelihood:
-                held[outcome.ticket] = now_s + _HANGS_S, outcome
-            else:
-                ended.append(outcome)
-        over = [ticket for ticket, (end_s, _) in held.items() if end_s <= now_s]
-        return ended + [held.pop(ticket)[1] for ticket in over]
+    def submit(device: PosixDevice, op: Op, batch: Sequence[Transfer]) -> int:
+        return late.submit(device, op, batch)
 
-    with patch.object(PosixDevice, "poll", hanging_poll if likelihood else poll):
+    def poll(device: PosixDevice, timeout_s: float = 0.0) -> list[DeviceOutcome]:
+        return late.poll(device, timeout_s)
+
+    with patch.object(PosixDevice, "submit", submit), patch.object(PosixDevice, "poll", poll):
         yield
 
 
@@ -579,6 +625,8 @@ def _as_wanted(variant: Variant) -> Iterator[None]:
             patches.append(patch("kvdisk.worker.gpu_staging._kernel_for", lambda _: None))
     if variant.fence_s is not None:
         patches.append(patch("kvdisk.worker.mover.FENCE_S", variant.fence_s))
+    if variant.hangs:  # what is late must meet others, and not a drive that rests
+        patches.append(patch.object(Drives, "_begin", lambda *_: 0.0))
     if variant.slow_copies:
         patches.append(patch.object(CudaLanes, "record", slow_record(random.Random(0))))
     if variant.slow_turns:
