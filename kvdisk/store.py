@@ -72,7 +72,8 @@ _R = TypeVar("_R")
 logger = logging.getLogger("kvdisk")
 
 ROOM_S = 5.0
-"""How long a put waits for room that is coming, and with which share of the rows at most."""
+"""How long a put that does not say so waits for room that is coming, and with which share of the
+rows at most."""
 ROOM_SHARE = 0.25
 _DRAIN_WAIT_S = 0.05
 
@@ -104,6 +105,9 @@ class ThreadMover:
         report.off = self._parts.mover.is_gone(wait_s)
         return report
 
+    def wait(self, wait_s: float) -> None:
+        self._parts.mover.wait_any(wait_s)
+
     def close(self) -> None:
         self._parts.close()
 
@@ -113,18 +117,25 @@ _NONE = Offers()
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``offers``:
-    those of a put that are not planned yet. ``records``: what was planned, and the position of each
-    move. ``is_new``: no step has looked at it. ``is_void``: it ends as CANCELLED."""
+    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``wait_s``:
+    see ``put``. ``offers``: those of a put that are not planned yet. ``records``: what was planned,
+    and the position of each move. ``is_new``: no step has looked at it. ``is_void``: it ends as
+    CANCELLED."""
 
     tag: int
     keys: Sequence[BlockKey]
     asked_s: float
     results: list[Result | None]
+    wait_s: float | None = None
     offers: Offers = _NONE
     records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
     is_new: bool = True
     is_void: bool = False
+
+    @property
+    def room_s(self) -> float:
+        """How long it waits for room."""
+        return ROOM_S if self.wait_s is None else self.wait_s
 
     def note(self, positions: Iterable[int], result: Result | None) -> None:
         """These blocks have ended so; None: not yet."""
@@ -287,14 +298,14 @@ class BlockStore(BlockStoreFace):
 
     # -- jobs ------------------------------------------------------------------------------------
 
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
         keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
         assert not any(map(operator.eq, keys, parents)), "no block follows itself"
         self._check(keys, rows)
         self._check([parent for parent in set(parents) - known if parent is not None], [])
-        job = self._new_job(tag, keys)
-        count = len(keys)
+        job, count = self._new_job(tag, keys), len(keys)
+        job.wait_s = wait_s
         job.offers = Offers(keys, parents, (), groups_of(keys), [0] * count, range(count), list(zip(rows, strict=True)))
         if len(known) < count:
             job.offers = job.offers.at(sorted({key: at for at, key in reversed(list(enumerate(keys)))}.values()))
@@ -343,8 +354,8 @@ class BlockStore(BlockStoreFace):
         return bool(self._jobs or self._questions or self._manager.has_pending_work(now))
 
     def _plan_puts(self, now: float) -> None:
-        """Write what there is room for. The rest waits where room is coming, though not for long,
-        nor with too many rows: others may need these more."""
+        """Write what there is room for. The rest waits where room is coming: as long as its put has
+        said, or not for long and not with too many rows, as others may need these more."""
         left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[int]()
         for job in self._jobs.values():
             if not job.offers.keys:
@@ -355,12 +366,14 @@ class BlockStore(BlockStoreFace):
             job.note(present, Result.PRESENT)
             job.note(answer.refused.positions, Result.REFUSED)
             job.note(answer.unserved.positions, Result.NO_ROOM)
-            kept = self._blocks.waiting(answer)[: left if now - job.asked_s < ROOM_S else 0]
+            kept = self._blocks.waiting(answer) if now - job.asked_s < job.room_s else []
+            if job.wait_s is None:
+                kept = kept[:left]
+                left -= len(kept)
             self._blocks.give_up(len(answer.unserved.keys) - len(kept))
             job.offers, job.is_new = answer.unserved.at(kept), False
             job.note(job.offers.positions, None)
             waiting += job.offers.groups
-            left -= len(kept)
         self._blocks.await_room(waiting)
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:
@@ -370,6 +383,13 @@ class BlockStore(BlockStoreFace):
                 self._settle(wait_s)
         ended, self._ended = self._ended, []
         return ended
+
+    def wait(self, wait_s: float) -> None:
+        self._mover.wait(wait_s)
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_off
 
     def _settle(self, wait_s: float) -> None:
         """Take in what the mover has finished, and end the jobs of which nothing is left."""

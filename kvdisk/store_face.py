@@ -104,7 +104,8 @@ class Ended(NamedTuple):
 
 class RowMover(Protocol):
     """Moves bytes between rows and the drive: on a thread here, or in a process of its own. In a
-    plan's moves, rows stand where GPU blocks stand. One thread calls everything."""
+    plan's moves, rows stand where GPU blocks stand. One thread at a time makes all calls but
+    ``wait``."""
 
     def submit(self, plan: Plan) -> None:
         """Take over a plan; each job is reported once. Does not wait."""
@@ -115,6 +116,10 @@ class RowMover(Protocol):
         nothing more. What it raises is an error of ours: it may still touch rows until it says
         that it is gone, or is closed."""
 
+    def wait(self, wait_s: float) -> None:
+        """Wait up to ``wait_s`` for something that ``poll`` would return, and take nothing of it.
+        Another thread may make other calls meanwhile, but ``close``."""
+
     def close(self) -> None:
         """Cancel what has not ended. Waits for what has begun, however long that takes: no row is
         touched afterwards. Idempotent."""
@@ -124,7 +129,8 @@ StartMover = Callable[[Config, Geometry, Rows], RowMover]
 
 
 class BlockStoreFace(ABC):
-    """Blocks of bytes by key. One thread at a time calls everything; it may be another each time.
+    """Blocks of bytes by key. One thread at a time calls everything but ``wait``; it may be another
+    each time. ``kvdisk.shared_store`` has a store for several.
 
     What a caller does wrong is an assertion: a row, a kind or an epoch that there is not, a tag
     that is in use.
@@ -146,11 +152,12 @@ class BlockStoreFace(ABC):
         its prompt: what is kept and admitted follows it."""
 
     @abstractmethod
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
         """Keep blocks. Their rows must not change until the tag has ended.
 
-        It waits for room that is coming, a few seconds at most. Of a key that comes twice the later
-        is PRESENT.
+        ``wait_s``: how long all of its blocks may wait for room that is coming. None: 5 s, and no
+        more blocks of all such puts together than a quarter of the rows. Of a key that comes twice
+        the later is PRESENT.
         """
 
     @abstractmethod
@@ -169,6 +176,17 @@ class BlockStoreFace(ABC):
         for one. After ``close`` it returns what is left. Raises what is an error of ours in what
         moves bytes: the store is off then, and jobs that had begun end when that is gone, or with
         ``close``."""
+
+    @abstractmethod
+    def wait(self, wait_s: float) -> None:
+        """Wait up to ``wait_s`` for something that ``poll`` would take in. Any thread, also while
+        another makes another call; not after ``close`` has begun."""
+
+    @property
+    @abstractmethod
+    def is_off(self) -> bool:
+        """Whether it serves nothing until it is opened again: it is closed, or its mover is
+        gone."""
 
     @abstractmethod
     def forget(self, epoch: int) -> None:

@@ -47,7 +47,7 @@ class MemoryBlocks(BlockStoreFace):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:  # noqa: ARG002
         assert all(put.key != put.parent for put in blocks), "no block follows itself"
         self._ask_for(tag, blocks)
 
@@ -93,6 +93,13 @@ class MemoryBlocks(BlockStoreFace):
         ended, self._ended = self._ended, []
         self._tags.difference_update(each.tag for each in ended)
         return ended
+
+    def wait(self, wait_s: float) -> None:
+        """See ``BlockStoreFace``: what a step has begun can be polled at once."""
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_closed
 
     def _move(self, block: Put | Get) -> Result:
         row = self._memory[block.row, : self._kinds[group_of(block.key)].payload_bytes]
