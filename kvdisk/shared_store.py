@@ -150,7 +150,7 @@ class SharedStore:
     def is_off(self) -> bool:
         """Whether it serves nothing until it is opened again: it was closed, or an error, which is
         in the log, has ended it."""
-        return self._is_off or self._store.is_off
+        return self._is_off or self._is_ending or self._store.is_off
 
     def forget(self, epoch: int) -> None:
         """Serve nothing of before, in this process; see ``BlockStoreFace.forget``."""

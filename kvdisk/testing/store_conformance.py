@@ -382,6 +382,23 @@ class BlockStoreConformance(ABC):
             assert get_all(store, keys) == [Result.DONE] * 2
             assert holds(rows, 1, keys[1], KINDS, version=1)
 
+    def test_waits_for_what_a_poll_takes_in(self, tmp_path: Path) -> None:
+        """While a job is out ``wait`` and ``poll`` come to its end, and nothing but a poll takes
+        it."""
+        rows, ended = self.make_rows(), list[Ended]()
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, [key_of(1)])
+            store.get(2, [Get(key_of(1), 1)])
+            store.step(time.monotonic())
+            give_up_s = time.monotonic() + _SAFETY_S
+            while not ended and time.monotonic() < give_up_s:
+                store.wait(1.0)
+                store.wait(1.0)
+                ended += store.poll()
+            assert [(each.tag, each.results) for each in ended] == [(2, [Result.DONE])]
+            assert not store.is_off
+        assert store.is_off
+
     def test_close_ends_every_job(self, tmp_path: Path) -> None:
         """Jobs that were asked for end, and jobs under way; ``poll`` returns each once, also after
         ``close``."""
