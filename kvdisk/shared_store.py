@@ -95,6 +95,16 @@ class SharedStore:
         first."""
         return self._begin(len(blocks), lambda tag: self._store.get(tag, blocks, arrival))
 
+    def delete(self, keys: Sequence[BlockKey]) -> Future[Results]:
+        """Delete blocks for good; see ``BlockStoreFace.delete``. Nobody finds them here from now
+        on."""
+        return self._begin(len(keys), lambda tag: self._store.delete(tag, keys))
+
+    def clear(self) -> Future[Results]:
+        """Delete all that this engine store has, for good; see ``BlockStoreFace.clear``. One
+        result."""
+        return self._begin(1, self._store.clear)
+
     def _begin(self, count: int, ask: Callable[[int], None]) -> Future[Results]:
         """Ask for a job of so many results, and have it sent at once."""
         future: Future[Results] = Future()

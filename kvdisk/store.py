@@ -14,7 +14,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
@@ -32,6 +32,7 @@ from kvdisk.identity import Identity
 from kvdisk.manager.block_jobs import Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.copies import Offers
+from kvdisk.manager.erasures import Erasure
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Plan, Reason, Report
@@ -113,14 +114,16 @@ class ThreadMover:
 
 
 _NONE = Offers()
+_ALL = make_block_key(b"", 0)
+"""Stands for all blocks in the job that deletes them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``wait_s``:
     see ``put``. ``offers``: those of a put that are not planned yet. ``records``: what was planned,
-    and the position of each move. ``is_new``: no step has looked at it. ``is_void``: it ends as
-    CANCELLED."""
+    and the position of each move. ``erasure``: of a deletion. ``is_new``: no step has looked at it.
+    ``is_void``: it ends as CANCELLED."""
 
     tag: int
     keys: Sequence[BlockKey]
@@ -129,6 +132,7 @@ class _Job:
     wait_s: float | None = None
     offers: Offers = _NONE
     records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
+    erasure: Erasure | None = None
     is_new: bool = True
     is_void: bool = False
 
@@ -141,6 +145,12 @@ class _Job:
         """These blocks have ended so; None: not yet."""
         for at in positions:
             self.results[at] = result
+
+    def give_up(self, keys: Collection[BlockKey]) -> None:
+        """Do not put these blocks, as far as they wait for room."""
+        are_kept = [key not in keys for key in self.offers.keys]
+        self.note(compress(self.offers.positions, map(operator.not_, are_kept)), Result.CANCELLED)
+        self.offers = self.offers.at(list(compress(count(), are_kept)))
 
     def take_ended(self, is_under_way: Callable[[JobRecord], bool]) -> list[tuple[JobRecord, Sequence[int]]]:
         """Return what was planned and has ended, and forget it."""
@@ -185,6 +195,8 @@ class BlockStore(BlockStoreFace):
         self._turn = parts.mailbox.turn
         self._manager = parts.manager
         self._blocks = parts.manager.blocks
+        assert parts.nvme is not None, "a store without memory has a drive, or does not open"
+        self._erasures = parts.manager.blocks.erasures_in(parts.nvme)
         self._mover = mover
         self._jobs: dict[int, _Job] = {}
         """Those that have not ended, by tag, in the order in which they were asked for."""
@@ -322,6 +334,26 @@ class BlockStore(BlockStoreFace):
         if record is not None:
             job.records.append((record, found))
 
+    @_in_turn
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        self._check(keys, [])
+        job = self._new_job(tag, keys)
+        if self._is_off:
+            return
+        for other in self._jobs.values():
+            other.give_up(set(keys))
+        job.erasure, are_there = self._erasures.delete(keys, time.monotonic())
+        job.results = [Result.DONE if is_there else Result.ABSENT for is_there in are_there]
+
+    @_in_turn
+    def clear(self, tag: int) -> None:
+        job = self._new_job(tag, [_ALL])
+        if self._is_off:
+            return
+        for other in self._jobs.values():
+            other.give_up(other.offers.keys)
+        job.erasure, job.results = self._erasures.clear(time.monotonic()), [Result.DONE]
+
     def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
         assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
         assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
@@ -405,9 +437,20 @@ class BlockStore(BlockStoreFace):
             for record, positions in job.take_ended(self._manager.is_under_way):
                 for at, position in enumerate(positions):
                     job.results[position] = _RESULTS[record.failed[at]] if at in record.failed else Result.DONE
-            if not job.offers.keys and not job.records:
+            if not job.offers.keys and not job.records and self._is_erased(job):
                 del self._jobs[job.tag]
                 self._ended.append(self._end(job))
+
+    def _is_erased(self, job: _Job) -> bool:
+        """Whether what a job deletes is gone for good, or will not be; note the latter."""
+        if job.erasure is None or job.is_void:
+            return True
+        try:
+            return self._erasures.is_over(job.erasure, time.monotonic())
+        except (OSError, TimeoutError) as error:
+            failure = Result.DEADLINE if isinstance(error, TimeoutError) else Result.IO_ERROR
+            job.results = [failure] * len(job.results)
+            return True
 
     def _poll_mover(self, wait_s: float) -> Report:
         """Ask the mover. One that is gone says of all that it had that it was cancelled; that is
@@ -436,7 +479,8 @@ class BlockStore(BlockStoreFace):
 
     def _end(self, job: _Job) -> Ended:
         results = [Result.CANCELLED] * len(job.keys) if job.is_void else self._results_of(job)
-        moved = Counter(groups_of(compress(job.keys, map(Result.DONE.__eq__, results))))
+        are_moved = map(Result.DONE.__eq__, results if job.erasure is None else ())
+        moved = Counter(groups_of(compress(job.keys, are_moved)))
         moved_bytes = sum(self._payload_bytes[group] * count for group, count in moved.items())
         return Ended(job.tag, results, moved_bytes, time.monotonic() - job.asked_s)
 
@@ -460,7 +504,7 @@ class BlockStore(BlockStoreFace):
         dropped = self._manager.held()
         self._manager.reset(epoch)
         self._parts.telemetry.note_reset(epoch, dropped)
-        self._void(self._jobs.values(), also_under_way=False)
+        self._void((job for job in self._jobs.values() if job.erasure is None), also_under_way=False)
         self._questions.clear()
         self._asked.clear()
 

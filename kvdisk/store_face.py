@@ -72,11 +72,13 @@ class Result(IntEnum):
     """What became of one block of a job; a closed list.
 
     Of any job: DONE; IO_ERROR: the drive, or the remote store, failed; DEADLINE: it took longer
-    than ``io_deadline_s``, or ``remote_deadline_s`` there; CANCELLED: ``forget`` or ``close`` came
-    first, or the mover is gone. Of a put: PRESENT: it is there, or being written; REFUSED:
-    admission does not want it; NO_ROOM: none came in time, or the write budget is spent; NO_SPACE:
-    the drive is full. Of a get: ABSENT: it is not there (any more); HEADER, CHECKSUM: other bytes
-    were there than were written, and are dropped.
+    than ``io_deadline_s``, or ``remote_deadline_s`` there; CANCELLED: ``forget``, ``delete``,
+    ``clear`` or ``close`` came first, or the mover is gone. Of a put: PRESENT: it is there, or
+    being written; REFUSED: admission does not want it; NO_ROOM: none came in time, or the write
+    budget is spent; NO_SPACE: the drive is full. Of a get: ABSENT: it is not there (any more);
+    HEADER, CHECKSUM: other bytes were there than were written, and are dropped. Of a deletion:
+    ABSENT: it was not there; IO_ERROR, DEADLINE: it is gone for this process, and the next start
+    may find it.
     """
 
     DONE = 0
@@ -164,6 +166,22 @@ class BlockStoreFace(ABC):
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
         """Bring blocks into rows, which are the store's until the tag has ended. Verified: what is
         DONE is what was put. ``arrival``: gets of lower ones go first."""
+
+    @abstractmethod
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        """Delete blocks for good: nobody finds them here from now on, nor, once the tag has ended
+        as DONE or ABSENT, after any restart or crash. A result for each key.
+
+        A get under way ends as it would. A put under way leaves nothing, and one that waits for
+        room is CANCELLED. Copies of other engines of the store, and in the remote store, stay:
+        ``ask`` finds these again.
+        """
+
+    @abstractmethod
+    def clear(self, tag: int) -> None:
+        """Delete all that this engine store has, as ``delete`` does, of every epoch; also what
+        nobody can read now. One result, DONE even where nothing was there. Files go some steps
+        later."""
 
     @abstractmethod
     def step(self, now: float) -> bool:

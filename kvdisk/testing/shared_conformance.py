@@ -248,6 +248,23 @@ class SharedStoreConformance(ABC):
             assert get_all(store, keys) == [Result.DONE] * 8
             assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
 
+    def test_deletes_and_clears(self, tmp_path: Path) -> None:
+        """At once; what others put meanwhile is kept or CANCELLED, and has its bytes."""
+        rows, keys = make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            deleted = store.delete([*keys[:3], key_of(99)])
+            assert store.presence(keys) == bytes([Presence.ABSENT] * 3 + [Presence.READY] * 5)
+            assert deleted.result(SAFETY_S) == [Result.DONE] * 3 + [Result.ABSENT]
+            cleared = store.clear()
+            assert store.presence(keys) == bytes(8)
+            assert cleared.result(SAFETY_S) == [Result.DONE]
+            assert put_all(store, rows, keys, version=1) == [Result.DONE] * 8
+            assert get_all(store, keys) == [Result.DONE] * 8
+            assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
+        assert store.delete(keys).result(0) == [Result.CANCELLED] * 8
+        assert store.clear().result(0) == [Result.CANCELLED]
+
     def test_a_name_counts_once(self, tmp_path: Path) -> None:
         """Asking others and ``reached``, also of blocks that nobody has, change nothing that is
         there."""
