@@ -9,36 +9,41 @@ fails is a result, never an exception. docs/LIBRARY.md has an example.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from kvdisk.assembly import SchedulerHalf, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, groups_of, make_block_key
+from kvdisk.blocks import BlockKey, groups_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import EPOCH_LIMIT, FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
+from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
 from kvdisk.identity import Identity
 from kvdisk.manager.block_jobs import Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.copies import Offers
+from kvdisk.manager.erasures import Erasure
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Plan, Reason, Report
+from kvdisk.salts import SaltDigests
 from kvdisk.stats import Stats
 from kvdisk.store_face import (
+    MOST_HOLD_S,
+    MOST_SALTS,
     BlockKind,
     BlockStoreFace,
+    CallCheck,
     Ended,
     Get,
     Presence,
@@ -47,6 +52,8 @@ from kvdisk.store_face import (
     RowMover,
     Rows,
     StartMover,
+    Usage,
+    need,
 )
 from kvdisk.worker.host_memory import Deployment
 
@@ -62,6 +69,7 @@ __all__ = [
     "Rows",
     "StartMover",
     "ThreadMover",
+    "Usage",
     "geometry_of",
     "make_block_key",
 ]
@@ -72,9 +80,11 @@ _R = TypeVar("_R")
 logger = logging.getLogger("kvdisk")
 
 ROOM_S = 5.0
-"""How long a put waits for room that is coming, and with which share of the rows at most."""
+"""How long a put that does not say so waits for room that is coming, and with which share of the
+rows at most."""
 ROOM_SHARE = 0.25
 _DRAIN_WAIT_S = 0.05
+_CLOSED = "the store is closed"
 
 
 def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
@@ -84,6 +94,13 @@ def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
         for at, kind in enumerate(kinds)
     ]
     return Geometry(share_slots(groups), 1, math.gcd(*(kind.tokens for kind in kinds)))
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(dict(facts))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"facts are JSON values: {error}") from error
 
 
 class ThreadMover:
@@ -104,38 +121,81 @@ class ThreadMover:
         report.off = self._parts.mover.is_gone(wait_s)
         return report
 
+    def wait(self, wait_s: float) -> None:
+        self._parts.mover.wait_any(wait_s)
+
     def close(self) -> None:
         self._parts.close()
 
 
 _NONE = Offers()
+_ALL = make_block_key(b"", 0)
+"""Stands for all blocks in the job that deletes them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``offers``:
-    those of a put that are not planned yet. ``records``: what was planned, and the position of each
-    move. ``is_new``: no step has looked at it. ``is_void``: it ends as CANCELLED."""
+    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``wait_s``:
+    see ``put``. ``offers``: those of a put that are not planned yet. ``records``: what was planned,
+    and the position of each move. ``erasure``: of a deletion. ``is_new``: no step has looked at it.
+    ``is_void``: it ends as CANCELLED."""
 
     tag: int
     keys: Sequence[BlockKey]
     asked_s: float
     results: list[Result | None]
+    wait_s: float | None = None
     offers: Offers = _NONE
     records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
+    erasure: Erasure | None = None
     is_new: bool = True
     is_void: bool = False
+
+    @property
+    def room_s(self) -> float:
+        """How long it waits for room."""
+        return ROOM_S if self.wait_s is None else self.wait_s
 
     def note(self, positions: Iterable[int], result: Result | None) -> None:
         """These blocks have ended so; None: not yet."""
         for at in positions:
             self.results[at] = result
 
+    def give_up(self, keys: Collection[BlockKey]) -> None:
+        """Do not put these blocks, as far as they wait for room."""
+        are_kept = [key not in keys for key in self.offers.keys]
+        self.note(compress(self.offers.positions, map(operator.not_, are_kept)), Result.CANCELLED)
+        self.offers = self.offers.at(list(compress(count(), are_kept)))
+
     def take_ended(self, is_under_way: Callable[[JobRecord], bool]) -> list[tuple[JobRecord, Sequence[int]]]:
         """Return what was planned and has ended, and forget it."""
         ended = [each for each in self.records if not is_under_way(each[0])]
         self.records = [each for each in self.records if is_under_way(each[0])]
         return ended
+
+
+class _Salts:
+    """The salts that callers have named, by digest."""
+
+    def __init__(self, digests: SaltDigests) -> None:
+        self._digests = digests
+        self._known: dict[str, int] = {"": 0}
+        """The one that was named last is the last."""
+
+    def digest_of(self, salt: str) -> int:
+        """Return a salt's digest, and remember it."""
+        if not salt:
+            return 0
+        digest = self._known[salt] = self._known.pop(salt, 0) or self._digests.of(salt)
+        if len(self._known) > MOST_SALTS:
+            del self._known[next(each for each in self._known if each)]
+        return digest
+
+    def usage_of(self, found: Mapping[int, int]) -> Usage:
+        """Return what tenants have, by digest, as callers name it."""
+        by_salt = {salt: found[digest] for salt, digest in self._known.items() if digest in found}
+        total = sum(found.values())
+        return Usage(total, by_salt, total - sum(by_salt.values()))
 
 
 def _in_turn(call: Callable[Concatenate[BlockStore, _P], _R]) -> Callable[Concatenate[BlockStore, _P], _R]:
@@ -163,18 +223,26 @@ class BlockStore(BlockStoreFace):
     """
 
     def __init__(
-        self, config: Config, geometry: Geometry, row_count: int, parts: SchedulerHalf, mover: RowMover
+        self,
+        config: Config,
+        geometry: Geometry,
+        row_count: int,
+        check: CallCheck,
+        parts: SchedulerHalf,
+        mover: RowMover,
     ) -> None:
         self._config = config
         self._payload_bytes = [group.payload_bytes for group in geometry.groups]
-        self._suffixes = {make_block_key(b"", kind) for kind in range(len(geometry.groups))}
-        """What keys end with."""
+        self._check = check
         self._row_count = row_count
         self._parts = parts
         self._turn = parts.mailbox.turn
         self._manager = parts.manager
         self._blocks = parts.manager.blocks
+        assert parts.nvme is not None, "a store without memory has a drive, or does not open"
+        self._erasures = parts.manager.blocks.erasures_in(parts.nvme)
         self._mover = mover
+        self._salts = _Salts(parts.salts)
         self._jobs: dict[int, _Job] = {}
         """Those that have not ended, by tag, in the order in which they were asked for."""
         self._ended: list[Ended] = []
@@ -204,9 +272,10 @@ class BlockStore(BlockStoreFace):
         ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
         same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
         ``start_mover``: None: a thread of this process. The CPU tier of ``config`` is not used.
-        Waits for the drive. Raises ConfigError, StoreLocked, DeviceError.
+        Waits for the drive. Raises ValueError, ConfigError, StoreLocked, DeviceError.
         """
-        assert len(namespace) == FINGERPRINT_BYTES, "a namespace has 32 bytes"
+        is_name = isinstance(namespace, bytes) and len(namespace) == FINGERPRINT_BYTES
+        need(is_name, f"a namespace has {FINGERPRINT_BYTES} bytes")
         return cls.open_for(config, Identity.certain(namespace, dict(facts)), kinds, memory, start_mover)
 
     @classmethod
@@ -220,11 +289,13 @@ class BlockStore(BlockStoreFace):
     ) -> BlockStore:
         """As ``open``, for a namespace that may become known later: nothing is found or stored
         before."""
-        assert memory.ndim == 2 and memory.dtype == np.uint8 and memory.strides[1] == 1, "rows are rows of bytes"
-        assert memory.flags.writeable, "what is read comes into rows"
-        assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
+        check = CallCheck(kinds, memory)
+        _check_facts(identity.guess.description)
         if not config.store_dirs:
             raise ConfigError("A block store needs store_dirs and nvme_bytes.")
+        for path in config.store_dirs:  # of a Config that no mapping was read for
+            if not Path(path).is_absolute():
+                raise ConfigError(f"store_dirs must be an absolute path, not {str(path)!r}.")
         if config.device == "gds":
             raise ConfigError("A block store moves rows of host memory, which device 'gds' does not.")
         config = replace(config, cpu_bytes=0, store_policy="on_compute")
@@ -237,7 +308,7 @@ class BlockStore(BlockStoreFace):
         except BaseException:
             parts.close()
             raise
-        store = cls(config, geometry, len(memory), parts, mover)
+        store = cls(config, geometry, len(memory), check, parts, mover)
         while parts.mailbox.rest():
             pass
         return store
@@ -258,7 +329,14 @@ class BlockStore(BlockStoreFace):
         )
 
     @_in_turn
+    def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        self._check.held(keys, hold_s)
+        if not self._is_off and hold_s > 0:
+            self._manager.hold(keys, min(hold_s, MOST_HOLD_S), time.monotonic())
+
+    @_in_turn
     def ask(self, keys: Sequence[BlockKey]) -> None:
+        self._check.keys(keys)
         if self._is_off:
             return
         prompt, number = self._blocks.ask(keys), next(self._numbers)
@@ -280,29 +358,29 @@ class BlockStore(BlockStoreFace):
                     del self._asked[key]
 
     @_in_turn
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+    def reached(self, request: str | None, keys: Sequence[BlockKey]) -> None:
+        self._check.keys(keys)
         if not self._is_off:
             self._manager.note_time(int(time.time()))
-            self._blocks.reached(request, keys)
+            self._blocks.reached(f"of nobody {next(self._numbers)}" if request is None else request, keys)
 
     # -- jobs ------------------------------------------------------------------------------------
 
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
+        self._check.puts(blocks, wait_s)
+        keys, parents, rows, *salts = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
-        assert not any(map(operator.eq, keys, parents)), "no block follows itself"
-        self._check(keys, rows)
-        self._check([parent for parent in set(parents) - known if parent is not None], [])
-        job = self._new_job(tag, keys)
-        count = len(keys)
-        job.offers = Offers(keys, parents, (), groups_of(keys), [0] * count, range(count), list(zip(rows, strict=True)))
+        job, count = self._new_job(tag, keys), len(keys)
+        job.wait_s = wait_s
+        tenants = [0] * count if not salts or not any(salts[0]) else list(map(self._salts.digest_of, salts[0]))
+        job.offers = Offers(keys, parents, (), groups_of(keys), tenants, range(count), list(zip(rows, strict=True)))
         if len(known) < count:
             job.offers = job.offers.at(sorted({key: at for at, key in reversed(list(enumerate(keys)))}.values()))
 
     @_in_turn
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
+        self._check.gets(blocks, arrival)
         keys = [get.key for get in blocks]
-        self._check(keys, [get.row for get in blocks])
         job = self._new_job(tag, keys)
         if self._is_off or not blocks:
             return
@@ -311,14 +389,30 @@ class BlockStore(BlockStoreFace):
         if record is not None:
             job.records.append((record, found))
 
-    def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
-        assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
-        assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
-        assert min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not"
+    @_in_turn
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        self._check.keys(keys)
+        job = self._new_job(tag, keys)
+        if self._is_off:
+            return
+        for other in self._jobs.values():
+            other.give_up(set(keys))
+        job.erasure, are_there = self._erasures.delete(keys, time.monotonic())
+        job.results = [Result.DONE if is_there else Result.ABSENT for is_there in are_there]
+
+    @_in_turn
+    def clear(self, tag: int) -> None:
+        job = self._new_job(tag, [_ALL])
+        if self._is_off:
+            return
+        for other in self._jobs.values():
+            other.give_up(other.offers.keys)
+        job.erasure, job.results = self._erasures.clear(time.monotonic()), [Result.DONE]
 
     def _new_job(self, tag: int, keys: Sequence[BlockKey]) -> _Job:
-        assert not self._is_closed, "the store is closed"
-        assert tag not in self._jobs and all(tag != each.tag for each in self._ended), f"tag {tag} is in use"
+        need(not self._is_closed, _CLOSED)
+        is_free = tag not in self._jobs and all(tag != each.tag for each in self._ended)
+        need(is_free, f"tag {tag} is in use")
         job = self._jobs[tag] = _Job(tag, keys, time.monotonic(), [None] * len(keys))
         return job
 
@@ -326,7 +420,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def step(self, now: float) -> bool:
-        assert not self._is_closed, "the store is closed"
+        need(not self._is_closed, _CLOSED)
         if self._is_off:
             return bool(self._jobs)
         self._parts.mailbox.check()
@@ -343,8 +437,8 @@ class BlockStore(BlockStoreFace):
         return bool(self._jobs or self._questions or self._manager.has_pending_work(now))
 
     def _plan_puts(self, now: float) -> None:
-        """Write what there is room for. The rest waits where room is coming, though not for long,
-        nor with too many rows: others may need these more."""
+        """Write what there is room for. The rest waits where room is coming: as long as its put has
+        said, or not for long and not with too many rows, as others may need these more."""
         left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[int]()
         for job in self._jobs.values():
             if not job.offers.keys:
@@ -355,12 +449,14 @@ class BlockStore(BlockStoreFace):
             job.note(present, Result.PRESENT)
             job.note(answer.refused.positions, Result.REFUSED)
             job.note(answer.unserved.positions, Result.NO_ROOM)
-            kept = self._blocks.waiting(answer)[: left if now - job.asked_s < ROOM_S else 0]
+            kept = self._blocks.waiting(answer) if now - job.asked_s < job.room_s else []
+            if job.wait_s is None:
+                kept = kept[:left]
+                left -= len(kept)
             self._blocks.give_up(len(answer.unserved.keys) - len(kept))
             job.offers, job.is_new = answer.unserved.at(kept), False
             job.note(job.offers.positions, None)
             waiting += job.offers.groups
-            left -= len(kept)
         self._blocks.await_room(waiting)
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:
@@ -370,6 +466,13 @@ class BlockStore(BlockStoreFace):
                 self._settle(wait_s)
         ended, self._ended = self._ended, []
         return ended
+
+    def wait(self, wait_s: float) -> None:
+        self._mover.wait(wait_s)
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_off
 
     def _settle(self, wait_s: float) -> None:
         """Take in what the mover has finished, and end the jobs of which nothing is left."""
@@ -385,9 +488,20 @@ class BlockStore(BlockStoreFace):
             for record, positions in job.take_ended(self._manager.is_under_way):
                 for at, position in enumerate(positions):
                     job.results[position] = _RESULTS[record.failed[at]] if at in record.failed else Result.DONE
-            if not job.offers.keys and not job.records:
+            if not job.offers.keys and not job.records and self._is_erased(job):
                 del self._jobs[job.tag]
                 self._ended.append(self._end(job))
+
+    def _is_erased(self, job: _Job) -> bool:
+        """Whether what a job deletes is gone for good, or will not be; note the latter."""
+        if job.erasure is None or job.is_void:
+            return True
+        try:
+            return self._erasures.is_over(job.erasure, time.monotonic())
+        except (OSError, TimeoutError) as error:
+            failure = Result.DEADLINE if isinstance(error, TimeoutError) else Result.IO_ERROR
+            job.results = [failure] * len(job.results)
+            return True
 
     def _poll_mover(self, wait_s: float) -> Report:
         """Ask the mover. One that is gone says of all that it had that it was cancelled; that is
@@ -416,7 +530,8 @@ class BlockStore(BlockStoreFace):
 
     def _end(self, job: _Job) -> Ended:
         results = [Result.CANCELLED] * len(job.keys) if job.is_void else self._results_of(job)
-        moved = Counter(groups_of(compress(job.keys, map(Result.DONE.__eq__, results))))
+        are_moved = map(Result.DONE.__eq__, results if job.erasure is None else ())
+        moved = Counter(groups_of(compress(job.keys, are_moved)))
         moved_bytes = sum(self._payload_bytes[group] * count for group, count in moved.items())
         return Ended(job.tag, results, moved_bytes, time.monotonic() - job.asked_s)
 
@@ -434,13 +549,13 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def forget(self, epoch: int) -> None:
-        assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
+        self._check.epoch(epoch)
         if self._is_off:
             return
         dropped = self._manager.held()
         self._manager.reset(epoch)
         self._parts.telemetry.note_reset(epoch, dropped)
-        self._void(self._jobs.values(), also_under_way=False)
+        self._void((job for job in self._jobs.values() if job.erasure is None), also_under_way=False)
         self._questions.clear()
         self._asked.clear()
 
@@ -477,6 +592,18 @@ class BlockStore(BlockStoreFace):
         if self._journal is None:
             self._journal = self._manager.publish()
         return self._journal.take()
+
+    @_in_turn
+    def keys(self) -> list[BlockKey]:
+        return [] if self._is_off else self._blocks.keys()
+
+    @_in_turn
+    def usage(self, salts: Iterable[str] = ()) -> Usage:
+        salts = list(salts)
+        need(all(isinstance(salt, str) for salt in salts), "a salt is text")
+        for salt in salts:
+            self._salts.digest_of(salt)
+        return self._salts.usage_of({} if self._is_off else self._blocks.bytes_by_tenant())
 
     @_in_turn
     def stats(self) -> Stats:

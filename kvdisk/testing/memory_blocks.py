@@ -4,13 +4,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Tier, group_of
-from kvdisk.geometry import EPOCH_LIMIT
+from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.stats import Stats
-from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store_face import (
+    MOST_HOLD_S,
+    BlockKind,
+    BlockStoreFace,
+    CallCheck,
+    Ended,
+    Get,
+    Presence,
+    Put,
+    Result,
+    Rows,
+    Usage,
+    need,
+)
 
 _Blocks = Sequence[Put] | Sequence[Get]
 _Job = tuple[int, _Blocks, float]
@@ -21,14 +34,23 @@ class MemoryBlocks(BlockStoreFace):
     ``poll`` ends them."""
 
     def __init__(self, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int = 1 << 20) -> None:
+        self._check = CallCheck(kinds, memory)
         self._kinds = kinds
         self._memory = memory
         self._most_blocks = most_blocks
         self._blocks: dict[BlockKey, bytes] = {}
         """The blocks that are there, the one used longest ago first."""
         self._coming: set[BlockKey] = set()
+        self._salts: dict[BlockKey, str] = {}
+        self._parents: dict[BlockKey, BlockKey | None] = {}
+        """Of the blocks that are there, and of some that were."""
+        self._named: set[str] = {""}
+        self._holds: dict[BlockKey, float] = {}
+        """Until when blocks are held."""
         self._asked: list[_Job] = []
         self._begun: list[tuple[_Job, list[Result]]] = []
+        self._deleted: set[tuple[int, BlockKey]] = set()
+        """Tags and keys of puts that had not begun when the block was deleted."""
         self._ended: list[Ended] = []
         self._tags: set[int] = set()
         self._stats = Stats()
@@ -40,40 +62,77 @@ class MemoryBlocks(BlockStoreFace):
         return bytes(ready if key in self._blocks else coming if key in self._coming else absent for key in keys)
 
     def ask(self, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStoreFace``: there are no others."""
+        self._check.keys(keys)
 
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+    def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        self._check.held(keys, hold_s)
+        until_s = time.monotonic() + min(hold_s, MOST_HOLD_S)
+        self._holds = {key: end_s for key, end_s in self._holds.items() if self._is_held(key)}
+        for key in keys:
+            if len(self._holds) >= self._most_blocks // 4:
+                return
+            before: BlockKey | None = key
+            while before in self._blocks and self._holds.get(before, 0.0) < until_s:
+                self._holds[before] = until_s
+                before = self._parents[before]
+
+    def reached(self, request: str | None, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+        self._check.keys(keys)
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
-        assert all(put.key != put.parent for put in blocks), "no block follows itself"
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
+        self._check.puts(blocks, wait_s)
         self._ask_for(tag, blocks)
 
-    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:  # noqa: ARG002
+    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
+        self._check.gets(blocks, arrival)
         self._ask_for(tag, blocks)
 
     def _ask_for(self, tag: int, blocks: _Blocks) -> None:
-        assert not self._is_closed, "the store is closed"
-        assert tag not in self._tags, f"tag {tag} is in use"
-        keys = [key for block in blocks for key in (block.key, getattr(block, "parent", None)) if key is not None]
-        assert all(len(key) <= MAX_KEY_BYTES for key in keys), "a key has 128 bytes at most"
-        assert all(group_of(key) < len(self._kinds) for key in keys), "a key of a kind that there is not"
-        assert all(0 <= block.row < len(self._memory) for block in blocks), "a row that there is not"
-        self._tags.add(tag)
+        self._take_tag(tag)
         self._asked.append((tag, blocks, time.monotonic()))
 
+    def _take_tag(self, tag: int) -> None:
+        need(not self._is_closed, "the store is closed")
+        need(tag not in self._tags, f"tag {tag} is in use")
+        self._tags.add(tag)
+
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        self._check.keys(keys)
+        self._take_tag(tag)
+        results = [Result.DONE if presence else Result.ABSENT for presence in self.presence(keys)]
+        self._erase(keys)
+        self._ended.append(Ended(tag, results, 0, 0.0))
+
+    def clear(self, tag: int) -> None:
+        self._take_tag(tag)
+        self._erase({*self._blocks, *self._coming, *(block.key for _, blocks, _ in self._asked for block in blocks)})
+        self._ended.append(Ended(tag, [Result.DONE], 0, 0.0))
+
+    def _erase(self, keys: Collection[BlockKey]) -> None:
+        self._deleted.update((tag, key) for tag, _, _ in self._asked for key in keys)
+        self._coming.difference_update(keys)
+        gone = [key for key in dict.fromkeys(keys) if key in self._blocks]
+        for key in gone:
+            del self._blocks[key]
+        self._note(False, gone)
+
     def step(self, now: float) -> bool:  # noqa: ARG002
+        need(not self._is_closed, "the store is closed")
         for job in self._asked:
-            self._begun.append((job, list(self._begin(job[1]))))
+            self._begun.append((job, list(self._begin(*job[:2]))))
         self._asked.clear()
+        self._deleted.clear()
         return bool(self._tags)
 
-    def _begin(self, blocks: _Blocks) -> Iterator[Result]:
+    def _begin(self, tag: int, blocks: _Blocks) -> Iterator[Result]:
         for block in blocks:
             if isinstance(block, Get):
                 yield Result.DONE if block.key in self._blocks else Result.ABSENT
+            elif (tag, block.key) in self._deleted:
+                yield Result.CANCELLED
             elif block.key in self._blocks or block.key in self._coming:
                 yield Result.PRESENT
             elif len(self._coming) >= self._most_blocks:
@@ -94,15 +153,26 @@ class MemoryBlocks(BlockStoreFace):
         self._tags.difference_update(each.tag for each in ended)
         return ended
 
+    def wait(self, wait_s: float) -> None:
+        """See ``BlockStoreFace``: what a step has begun can be polled at once."""
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_closed
+
     def _move(self, block: Put | Get) -> Result:
         row = self._memory[block.row, : self._kinds[group_of(block.key)].payload_bytes]
         if isinstance(block, Put):
+            if block.key not in self._coming:  # it was deleted meanwhile
+                return Result.DONE
             self._coming.discard(block.key)
             if len(self._blocks) >= self._most_blocks:
-                leaving = next(iter(self._blocks))
+                leaving = next((key for key in self._blocks if not self._is_held(key)), next(iter(self._blocks)))
                 del self._blocks[leaving]
                 self._note(False, [leaving])
             self._blocks[block.key] = row.tobytes()
+            self._salts[block.key], self._parents[block.key] = block.salt, block.parent
+            self._named.add(block.salt)
             self._note(True, [block.key])
             self._stats.add("stored_blocks")
         elif block.key not in self._blocks:  # a put has taken its room
@@ -112,6 +182,9 @@ class MemoryBlocks(BlockStoreFace):
             self._blocks[block.key] = self._blocks.pop(block.key)
             self._stats.add("loaded_blocks")
         return Result.DONE
+
+    def _is_held(self, key: BlockKey) -> bool:
+        return self._holds.get(key, 0.0) > time.monotonic()
 
     def _end(self, job: _Job, results: Sequence[Result]) -> None:
         tag, blocks, asked_s = job
@@ -124,7 +197,7 @@ class MemoryBlocks(BlockStoreFace):
             self._journal.note(Tier.NVME, stored, keys)
 
     def forget(self, epoch: int) -> None:
-        assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
+        self._check.epoch(epoch)
         self._cancel()
         self._note(False, list(self._blocks))
         self._blocks.clear()
@@ -137,7 +210,8 @@ class MemoryBlocks(BlockStoreFace):
         self._coming.clear()
 
     def drain(self) -> None:
-        self.step(time.monotonic())
+        if not self._is_closed:
+            self.step(time.monotonic())
         ended = self.poll()
         self._tags.update(each.tag for each in ended)
         self._ended = ended
@@ -147,6 +221,19 @@ class MemoryBlocks(BlockStoreFace):
             self._journal = Journal(self._stats)
             self._note(True, list(self._blocks))
         return self._journal.take()
+
+    def keys(self) -> list[BlockKey]:
+        return list(self._blocks)
+
+    def usage(self, salts: Iterable[str] = ()) -> Usage:
+        salts = list(salts)
+        need(all(isinstance(salt, str) for salt in salts), "a salt is text")
+        self._named.update(salts)
+        found = Counter[str]()
+        for key, content in self._blocks.items():
+            found[self._salts[key]] += len(content)
+        by_salt = {salt: size for salt, size in found.items() if salt in self._named}
+        return Usage(found.total(), by_salt, found.total() - sum(by_salt.values()))
 
     def stats(self) -> Stats:
         return self._stats.take()

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, P
 KINDS = (BlockKind(10_000, tokens=16), BlockKind(3_000, tokens=16, window_tokens=64))
 ROW_BYTES = 12_345
 ROWS = 64
+_MISUSE = "a row|a key|a kind|epoch|itself|in use|closed"
+"""What an error says of what a caller does wrong."""
 _SAFETY_S = 120.0
 """After so long a test gives up on what should have ended; no test waits for it to pass."""
 
@@ -211,23 +214,23 @@ class BlockStoreConformance(ABC):
 
     @pytest.mark.parametrize("row", [-1, ROWS])
     def test_a_row_that_there_is_not_is_an_error(self, tmp_path: Path, row: int) -> None:
-        """It is an assertion, and no tag is taken."""
+        """It is a ValueError, and no tag is taken."""
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(key_of(1), None, row)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.get(1, [Get(key_of(1), row)])
             assert put_all(store, rows, [key_of(1)]) == [Result.DONE]
 
     def test_a_kind_that_there_is_not_is_an_error(self, tmp_path: Path) -> None:
         """The kind of a block, and that of a parent."""
         with self.opened(tmp_path, self.make_rows()) as store:
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(key_of(1, 2), None, 0)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(key_of(1), key_of(0, 65535), 0)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.get(1, [Get(key_of(1, 2), 0)])
 
     def test_a_key_that_is_too_long_is_an_error(self, tmp_path: Path) -> None:
@@ -235,19 +238,68 @@ class BlockStoreConformance(ABC):
         longest, longer = (make_block_key(bytes(count), 0) for count in (126, 127))
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(longer, None, 0)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(longest, longest, 0)])
             assert put_all(store, rows, [longest]) == [Result.DONE]
             assert get_all(store, [longest]) == [Result.DONE]
             assert holds(rows, 0, longest, KINDS)
 
+    @pytest.mark.parametrize("wrong", [key_of(1, 2), make_block_key(bytes(127), 0), b"", "text", None, 5])
+    def test_a_wrong_key_is_an_error_in_every_call(self, tmp_path: Path, wrong: Any) -> None:
+        """One among right ones, too. Nothing is changed, and the store goes on."""
+        rows, keys = self.make_rows(), [key_of(1), key_of(2)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            calls: list[Callable[[], object]] = [
+                lambda: store.put(1, [Put(keys[0], None, 0), Put(wrong, None, 1)]),
+                lambda: store.get(1, [Get(keys[0], 0), Get(wrong, 1)]),
+                lambda: store.delete(1, [keys[0], wrong]),
+                lambda: store.ask([keys[0], wrong]),
+                lambda: store.reached("one", [keys[0], wrong]),
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match="a key"):
+                    call()
+            assert store.poll() == []
+            assert get_all(store, keys, tag=1) == [Result.DONE] * 2
+
+    @pytest.mark.parametrize("row", [1.0, "1", None])
+    def test_a_row_that_is_no_number_is_an_error(self, tmp_path: Path, row: Any) -> None:
+        """The store goes on."""
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(ValueError, match="a row is a number"):
+                store.put(1, [Put(key_of(1), None, 0), Put(key_of(2), None, row)])
+            with pytest.raises(ValueError, match="a row is a number"):
+                store.get(1, [Get(key_of(1), 0), Get(key_of(2), row)])
+            assert put_all(store, rows, [key_of(1), key_of(2)]) == [Result.DONE] * 2
+
+    def test_wrong_rows_and_kinds_are_an_error(self, tmp_path: Path) -> None:
+        """Before anything is opened: then the same directory opens with right ones."""
+        rows = self.make_rows()
+        for memory in (rows[0], rows.astype(np.int8), rows[:, ::2], np.asfortranarray(rows)):
+            with pytest.raises(ValueError, match="rows are rows"):
+                self.open_store(tmp_path, KINDS, memory, 100)  # type: ignore[arg-type]
+        fixed = rows.copy()
+        fixed.setflags(write=False)
+        with pytest.raises(ValueError, match="rows, so"):
+            self.open_store(tmp_path, KINDS, fixed, 100)
+        for kinds in ([], [BlockKind(0)], [BlockKind(-1)], [BlockKind(ROW_BYTES + 1)]):
+            with pytest.raises(ValueError, match="kind"):
+                self.open_store(tmp_path, kinds, rows, 100)
+        for kind in (BlockKind(100, 0), BlockKind(100, 1, 0), BlockKind(100, 1, None, -1)):
+            with pytest.raises(ValueError, match="one token"):
+                self.open_store(tmp_path, [kind], rows, 100)
+        with self.opened(tmp_path, rows) as store:
+            assert put_all(store, rows, [key_of(1)]) == [Result.DONE]
+
     def test_a_tag_in_use_is_an_error(self, tmp_path: Path) -> None:
         """A tag is in use until ``poll`` has returned it."""
         with self.opened(tmp_path, self.make_rows()) as store:
             store.put(1, [])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.get(1, [])
             finish(store, 1)
             store.get(1, [])
@@ -346,6 +398,75 @@ class BlockStoreConformance(ABC):
                     free.update(block.row for block in blocks)
                     seen += 1
 
+    # -- what a lookup finds -----------------------------------------------------------------------
+
+    def test_finds_the_longest_prefix(self, tmp_path: Path) -> None:
+        """Up to the first block that is not there, whatever comes behind."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(6)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, [*keys[:3], *keys[4:]])
+            assert [store.longest_prefix(keys[:count]) for count in range(7)] == [0, 1, 2, 3, 3, 3, 3]
+            assert store.longest_prefix(keys[3:]) == 0
+            assert store.longest_prefix(keys[4:]) == 2
+            assert sorted(store.keys()) == sorted([*keys[:3], *keys[4:]])
+
+    @pytest.mark.parametrize("is_held", [True, False])
+    def test_what_is_held_is_not_evicted(self, tmp_path: Path, is_held: bool) -> None:
+        """With the blocks before it; the rest leaves as ever."""
+        rows, most = self.make_rows(16), 100
+        with self.opened(tmp_path, rows, most_blocks=most) as store:
+            chain = [key_of(number) for number in range(1000, 1010)]
+            put_all(store, rows, chain)
+            if is_held:
+                store.hold(chain[:3], 50.0)
+                store.hold([*chain[5:8], key_of(5000)], 50.0)
+            store.hold(chain, 0.0)
+            self._put_many(store, rows, 4 * most)
+            left = [at for at, key in enumerate(chain) if key in set(_ready(store, chain))]
+            assert left[:8] == list(range(8)) if is_held else len(left) < 8
+
+    def test_holds_are_bounded(self, tmp_path: Path) -> None:
+        """What is held beyond what may be leaves in the end: new blocks find room."""
+        rows, most = self.make_rows(16), 100
+        with self.opened(tmp_path, rows, most_blocks=most) as store:
+            self._put_many(store, rows, 2 * most)
+            store.hold(store.keys(), 1e9)
+            self._put_many(store, rows, 2 * most, first=10_000)
+            new = [key_of(number) for number in range(10_000, 10_000 + 2 * most)]
+            assert len(list(_ready(store, new))) >= most // 4
+
+    def _put_many(self, store: BlockStoreFace, rows: Rows, count: int, first: int = 0) -> None:
+        for start in range(first, first + count, 16):
+            keys = [key_of(number) for number in range(start, start + 16)]
+            for at, key in enumerate(keys):
+                rows[at] = content_of(key)
+            store.put(1, [Put(key, None, at) for at, key in enumerate(keys)])
+            finish(store, 1)
+
+    def test_usage_by_salt(self, tmp_path: Path) -> None:
+        """Bytes of content, by the salt that a put has named; what is deleted takes none."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(12)]
+        small, (large_bytes, small_bytes) = key_of(1, 1), (kind.payload_bytes for kind in KINDS)
+        with self.opened(tmp_path, rows) as store:
+            assert store.usage() == (0, {}, 0)
+            salts = ["", "ada", "bob"]
+            store.put(1, [Put(key, None, at, salts[at % 3]) for at, key in enumerate(keys)])
+            store.put(2, [Put(small, keys[0], 12, "bob")])
+            finish(store, 1, 2)
+            used = store.usage()
+            assert used.by_salt == {"": 4 * large_bytes, "ada": 4 * large_bytes, "bob": 4 * large_bytes + small_bytes}
+            assert (used.total_bytes, used.unnamed_bytes) == (sum(used.by_salt.values()), 0)
+            store.put(3, [Put(keys[1], None, 0, "carl")])
+            store.delete(4, [*keys[2::3], keys[0]])
+            finish(store, 3, 4)
+            used = store.usage(["dora"])
+            assert used.by_salt == {"": 3 * large_bytes, "ada": 4 * large_bytes, "bob": small_bytes}
+            store.clear(5)
+            finish(store, 5)
+            assert store.usage() == (0, {}, 0)
+            with pytest.raises(ValueError, match="a salt is text"):
+                store.put(6, [Put(keys[1], None, 0, b"carl")])  # type: ignore[arg-type]
+
     # -- epochs and the end --------------------------------------------------------------------
 
     def test_forget_serves_nothing_of_before(self, tmp_path: Path) -> None:
@@ -370,17 +491,108 @@ class BlockStoreConformance(ABC):
 
     @pytest.mark.parametrize("epoch", [-1, 0, 1 << 63, 1 << 64])
     def test_an_epoch_that_there_is_not_is_an_error(self, tmp_path: Path, epoch: int) -> None:
-        """It is an assertion, and forgets nothing; the last one serves like another."""
+        """It is a ValueError, and forgets nothing; the last one serves like another."""
         rows, keys = self.make_rows(), [key_of(1), key_of(2)]
         with self.opened(tmp_path, rows) as store:
             assert put_all(store, rows, keys) == [Result.DONE] * 2
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.forget(epoch)
             assert get_all(store, keys) == [Result.DONE] * 2
             store.forget((1 << 63) - 1)
             assert put_all(store, rows, keys, version=1) == [Result.DONE] * 2
             assert get_all(store, keys) == [Result.DONE] * 2
             assert holds(rows, 1, keys[1], KINDS, version=1)
+
+    def test_deletes_blocks(self, tmp_path: Path) -> None:
+        """Those that are named, at once, and each has a result; the others stay, and the same keys
+        can be put again."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            store.delete(5, [keys[2], key_of(99), keys[6], keys[2]])
+            gone = [2, 6]
+            assert [at for at, each in enumerate(store.presence(keys)) if not each] == gone
+            (ended,) = finish(store, 5).values()
+            assert ended.results == [Result.DONE, Result.ABSENT, Result.DONE, Result.DONE]
+            assert ended.moved_bytes == 0
+            found = get_all(store, keys)
+            assert [at for at, each in enumerate(found) if each is Result.ABSENT] == gone
+            assert all(holds(rows, at, key, KINDS) for at, key in enumerate(keys) if at not in gone)
+            again = [keys[2], keys[6]]
+            assert put_all(store, rows, again, version=1) == [Result.DONE] * 2
+            assert get_all(store, again) == [Result.DONE] * 2
+            assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(again))
+            store.delete(6, [])
+            assert finish(store, 6)[6].results == []
+
+    def test_clears_all(self, tmp_path: Path) -> None:
+        """Of every kind, at once; what is put afterwards is kept."""
+        rows = self.make_rows()
+        keys = [key_of(number, number % 2) for number in range(20)]
+        with self.opened(tmp_path, rows) as store:
+            for start in (0, 10):
+                put_all(store, rows, keys[start : start + 10])
+            store.clear(5)
+            assert store.presence(keys) == bytes(20)
+            assert finish(store, 5)[5].results == [Result.DONE]
+            assert get_all(store, keys) == [Result.ABSENT] * 20
+            for at, key in enumerate(keys):
+                rows[at] = content_of(key, 1)
+            store.put(7, [Put(key, None, at) for at, key in enumerate(keys)], wait_s=_SAFETY_S)
+            assert finish(store, 7)[7].results == [Result.DONE] * 20
+            assert get_all(store, keys) == [Result.DONE] * 20
+            assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
+            store.clear(8)
+            store.clear(9)
+            assert {ended.results[0] for ended in finish(store, 8, 9).values()} == {Result.DONE}
+
+    @pytest.mark.parametrize("all_of_it", [True, False])
+    def test_what_is_on_its_way_to_what_is_deleted(self, tmp_path: Path, all_of_it: bool) -> None:
+        """A get under way brings the right bytes; a put, begun or not, leaves nothing, and one that
+        was asked for later is kept."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            begun, asked = key_of(20), key_of(21)
+            rows[20], rows[21] = content_of(begun), content_of(asked)
+            store.put(2, [Put(begun, keys[7], 20)])
+            store.get(3, [Get(key, 30 + at) for at, key in enumerate(keys)])
+            store.step(time.monotonic())
+            store.put(4, [Put(asked, None, 21)])
+            going = [*keys, begun, asked]
+            if all_of_it:
+                store.clear(5)
+            else:
+                store.delete(5, going)
+            assert store.presence(going) == bytes(10)
+            ended = finish(store, 2, 3, 4, 5)
+            assert ended[4].results == [Result.CANCELLED]
+            for at, (key, result) in enumerate(zip(keys, ended[3].results, strict=True)):
+                assert result in {Result.DONE, Result.ABSENT}
+                assert result is Result.ABSENT or holds(rows, 30 + at, key, KINDS)
+            assert set(ended[5].results) <= {Result.DONE, Result.ABSENT}
+            assert store.presence(going) == bytes(10)
+            store.put(6, [Put(begun, None, 20), Put(asked, None, 21)], wait_s=_SAFETY_S)
+            assert finish(store, 6)[6].results == [Result.DONE] * 2
+            assert get_all(store, [begun, asked]) == [Result.DONE] * 2
+            assert holds(rows, 1, asked, KINDS)
+
+    def test_waits_for_what_a_poll_takes_in(self, tmp_path: Path) -> None:
+        """While a job is out ``wait`` and ``poll`` come to its end, and nothing but a poll takes
+        it."""
+        rows, ended = self.make_rows(), list[Ended]()
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, [key_of(1)])
+            store.get(2, [Get(key_of(1), 1)])
+            store.step(time.monotonic())
+            give_up_s = time.monotonic() + _SAFETY_S
+            while not ended and time.monotonic() < give_up_s:
+                store.wait(1.0)
+                store.wait(1.0)
+                ended += store.poll()
+            assert [(each.tag, each.results) for each in ended] == [(2, [Result.DONE])]
+            assert not store.is_off
+        assert store.is_off
 
     def test_close_ends_every_job(self, tmp_path: Path) -> None:
         """Jobs that were asked for end, and jobs under way; ``poll`` returns each once, also after
@@ -398,11 +610,13 @@ class BlockStoreConformance(ABC):
         assert ended[3] == [Result.CANCELLED]
         assert store.poll() == []
         store.close()
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match=_MISUSE):
             store.put(4, [])
         store.ask([key_of(0)])
         store.reached("late", [key_of(0)])
         store.forget(5)
+        with pytest.raises(ValueError, match=_MISUSE):
+            store.clear(5)
         store.drain()
         assert store.presence([key_of(0)]) == bytes([Presence.ABSENT])
 
@@ -452,6 +666,8 @@ class BlockStoreConformance(ABC):
             store.ask(keys)
             store.reached("one", keys)
             store.reached("two", [])
+            store.reached(None, keys)
+            store.reached(None, keys)
             run_until(store, lambda: Presence.ASKED not in store.presence(keys), [])
             assert store.presence(keys) == bytes([Presence.READY] * 4 + [Presence.ABSENT] * 4)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.drive_blocks import FACTS, NAMESPACE, bytes_for, gated_device, make_room, open_drive
@@ -28,7 +29,7 @@ from kvdisk.device.segment import segment_path
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import Job, JobResult, Plan, Reason, Report
-from kvdisk.store import ROOM_S, BlockStore, Ended, Get, Presence, Put, Result, Rows, ThreadMover
+from kvdisk.store import ROOM_S, BlockStore, Ended, Get, Presence, Put, Result, Rows, ThreadMover, geometry_of
 from kvdisk.testing.store_conformance import (
     KINDS,
     content_of,
@@ -104,6 +105,53 @@ def test_a_restart_finds_what_was_there_before_a_new_epoch(tmp_path: Path) -> No
     store = open_drive(tmp_path, KINDS, rows, PLENTY)
     assert get_all(store, KEYS) == [Result.DONE] * len(KEYS)
     assert all(holds(rows, at, key, KINDS) for at, key in enumerate(KEYS))
+    store.close()
+
+
+def test_a_restart_knows_whose_blocks_they_are(tmp_path: Path) -> None:
+    """By digests: a salt counts as such once it is named."""
+    rows, size = make_rows(), KINDS[0].payload_bytes
+    store = opened(tmp_path, rows)
+    store.put(1, [Put(key, None, at, "ada" if at < 5 else "") for at, key in enumerate(KEYS)])
+    finish(store, 1)
+    store.close()
+    store = open_drive(tmp_path, KINDS, rows, PLENTY)
+    assert store.usage() == (12 * size, {"": 7 * size}, 5 * size)
+    assert store.usage(["bob", "ada"]) == (12 * size, {"": 7 * size, "ada": 5 * size}, 0)
+    store.close()
+
+
+def test_usage_and_a_share_of_each_tenant_count_beside_each_other(tmp_path: Path) -> None:
+    rows, size = make_rows(), KINDS[0].payload_bytes
+    store = opened(tmp_path, rows, salt_share=0.5)
+    store.put(1, [Put(key, None, at, "ada") for at, key in enumerate(KEYS)])
+    finish(store, 1)
+    assert store.usage().by_salt == {"ada": 12 * size}
+    store.delete(2, KEYS[:4])
+    finish(store, 2)
+    assert store.usage().by_salt == {"ada": 8 * size}
+    share, tenant = store._parts.nvme.share, store._parts.salts.of("ada")  # type: ignore[union-attr]
+    assert share is not None
+    assert share.count(store._manager._geometry.size_classes[0], tenant) == 8
+    store.close()
+
+
+def test_a_hold_counts_what_is_before_its_blocks_and_ends(tmp_path: Path) -> None:
+    """A block stays only if all before it do. Held again, it counts once; after its time it counts
+    no more."""
+    rows = make_rows()
+    store = opened(tmp_path, rows)
+    put_all(store, rows, KEYS)
+    nvme = store._parts.nvme
+    assert nvme is not None
+    size_class = geometry_of(KINDS).size_classes[0]
+    free = nvme.left_to_stay(size_class)
+    assert free > len(KEYS)
+    store.hold(KEYS[5:8], 1.0)
+    assert nvme.left_to_stay(size_class) == free - 8
+    store.hold(KEYS[6:8], 2.0)
+    assert nvme.left_to_stay(size_class) == free - 8
+    run_until(store, lambda: nvme.left_to_stay(size_class) == free, [])
     store.close()
 
 
@@ -386,6 +434,26 @@ def test_a_wait_for_room_is_bounded(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_put_that_says_how_long_waits_with_all_its_rows(tmp_path: Path) -> None:
+    """Those that do not say so share a quarter of the rows, as without it."""
+    rows = make_rows(16)
+    store, mover = stalled_store(tmp_path, rows)
+    for at, key in enumerate(KEYS):
+        rows[at] = content_of(key)
+    store.put(1, [Put(key, None, at) for at, key in enumerate(KEYS[:7])], wait_s=2 * ROOM_S)
+    store.put(2, [Put(key, None, 7 + at) for at, key in enumerate(KEYS[7:])])
+    store.step(time.monotonic())
+    assert store.poll() == []
+    store.step(time.monotonic() + ROOM_S)
+    (ended,) = store.poll()
+    assert (ended.tag, ended.results) == (2, [Result.NO_ROOM] * 5)
+    mover.go()
+    assert finish(store, 1)[1].results == [Result.DONE] * 7
+    store.put(3, [Put(key, None, at) for at, key in enumerate(KEYS)], wait_s=0.0)
+    assert finish(store, 3)[3].results == [Result.PRESENT] * 7 + [Result.DONE] * 5
+    store.close()
+
+
 # -- who is let in -------------------------------------------------------------------------------
 
 
@@ -540,6 +608,52 @@ def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, settings: dict[st
         BlockStore.open(Config.from_mapping(values | settings), NAMESPACE, {}, KINDS, make_rows())
 
 
+@pytest.mark.parametrize("namespace", [b"", bytes(31), "a" * 32])
+def test_a_wrong_namespace_is_an_error(tmp_path: Path, namespace: Any) -> None:
+    config = Config.from_mapping({"store_dirs": str(tmp_path / "store"), "nvme_bytes": PLENTY})
+    with pytest.raises(ValueError, match="a namespace has 32 bytes"):
+        BlockStore.open(config, namespace, FACTS, KINDS, make_rows())
+    with pytest.raises(ValueError, match="facts are JSON values"):
+        BlockStore.open(config, NAMESPACE, {"model": {1, 2}}, KINDS, make_rows())
+    assert not (tmp_path / "store").exists()
+
+
+def test_relative_directories_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a ``Config`` that was made without a mapping; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for directory in (Path("store"), "store"):
+        config = Config(store_dirs=(directory,), nvme_bytes=PLENTY)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="store_dirs must be an absolute path, not 'store'"):
+            BlockStore.open(config, NAMESPACE, FACTS, KINDS, make_rows())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_misuse_is_an_error_under_optimisation_too(tmp_path: Path) -> None:
+    """``python -O`` has no assertions."""
+    code = f"""
+from kvdisk.testing.store_conformance import *
+from support.drive_blocks import open_drive, make_room
+from pathlib import Path
+assert False, "no assertions here"
+rows = make_rows()
+store = open_drive(Path({str(tmp_path)!r}), KINDS, rows, {PLENTY})
+make_room(store)
+calls = [lambda: store.put(1, [Put(key_of(1), None, ROWS)]), lambda: store.get(1, [Get(key_of(1), -1)]),
+         lambda: store.put(1, [Put(key_of(1, 2), None, 0)]), lambda: store.forget(0),
+         lambda: store.delete(1, [key_of(1, 2)])]
+for call in calls:
+    try:
+        call()
+    except ValueError as error:
+        print("refused")
+print(*[result.name for result in put_all(store, rows, [key_of(1)]) + get_all(store, [key_of(1)])])
+store.close()
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-O", "-c", code], check=True, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["refused"] * 5 + ["DONE"] * 2
+
+
 def test_a_failed_start_gives_the_store_back(tmp_path: Path) -> None:
     def fail(*_: object) -> ThreadMover:
         raise ConfigError("no memory")
@@ -587,9 +701,11 @@ def test_commands_reach_a_store_between_its_calls(tmp_path: Path) -> None:
 LIBRARY = (Path(__file__).resolve().parents[2] / "docs" / "LIBRARY.md").read_text()
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
-    """And again, on what it has left."""
-    (example,) = re.findall(r"^```python\n(.*?)^```", LIBRARY, re.MULTILINE | re.DOTALL)
+def test_the_examples_run(tmp_path: Path) -> None:
+    """One after the other, and again, on what they have left."""
+    examples = re.findall(r"^```python\n(.*?)^```", LIBRARY, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    example = "".join(examples)
     assert "/nvme/blocks" in example
     (tmp_path / "example.py").write_text(example.replace("/nvme/blocks", str(tmp_path / "blocks")))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
