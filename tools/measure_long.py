@@ -155,8 +155,14 @@ class Ours:
         return self._side.matched_tokens(request, 0)[0] or 0
 
     def settle(self, plan: Any) -> None:
-        """All that a plan says is done."""
-        self._side.settle(Report({job.id: JobResult() for job in plan.jobs}), set())
+        """All that a plan says is done, but for what is nowhere: the rest of a load that was given
+        up."""
+        gone = {
+            job.id: {at: Reason.ABSENT for at, move in enumerate(job.moves) if not move.slots}
+            for job in plan.jobs
+            if job.kind is JobKind.LOAD
+        }
+        self._side.settle(Report({job.id: JobResult(failed=gone.get(job.id, {})) for job in plan.jobs}), set())
 
     def fail(self, plan: Any) -> None:
         """All that a plan says failed."""
@@ -589,10 +595,12 @@ def table_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
             columns.append({row: [1e3 * each[row] for each in results] for row in results[0]})
     table = Table("ms: " + title_of(tokens, groups), *made)
     for row in (*ROWS, *WIRE):
-        table.add_row(row, *(f"{statistics.median(column[row]):,.2f}" for column in columns))
+        # A prompt of one step has no later one.
+        table.add_row(row, *(f"{statistics.median(column[row]):,.2f}" if row in column else "" for column in columns))
         for name, column in zip(made, columns, strict=True):
             cell = (SIZES, title_of(tokens, groups)) if row == WIRE[-1] else (title_of(tokens, groups), row)
-            record.add(*cell, name, column[row], "MB" if row == WIRE[-1] else "ms")
+            if row in column:
+                record.add(*cell, name, column[row], "MB" if row == WIRE[-1] else "ms")
     return table
 
 
@@ -638,7 +646,7 @@ SERVED: Rows = {
 """Of a prompt that nobody has seen, under each policy."""
 
 
-def calls_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
+def calls_of(tokens: int, groups: int, rounds: int, record: Record, unit_tokens: str = AUTO) -> Table:
     """Measure ``CALLS``, and each store policy; note and return a table of milliseconds: the
     median, and the least and most, of the longest of each round."""
     found: dict[str, list[list[float]]] = {}
@@ -646,7 +654,7 @@ def calls_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
         for at, store_dir in enumerate((None, Path(directory))):
 
             def make(engine: Engine, blocks: int, policy: str = "on_compute", where: Path | None = store_dir) -> Ours:
-                return Ours(*engine.about, blocks, where, engine.tokens, policy=policy)
+                return Ours(*engine.about, blocks, where, engine.tokens, unit_tokens, policy)
 
             for _ in range(rounds):
                 for call, rows in CALLS if store_dir is None else (*CALLS, IN_A_STORE):
@@ -694,13 +702,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
     parser.add_argument("--calls", action="store_true", help="the calls that only some circumstances bring")
+    parser.add_argument("--unit-tokens", default=AUTO, help="the setting, of --calls")
     add_json_option(parser)
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=120)
     load, record = os.getloadavg()[0], Record()
     for tokens in options.tokens:
         for groups in options.groups:
-            console.print((calls_of if options.calls else table_of)(tokens, groups, options.rounds, record))
+            measured = partial(calls_of, unit_tokens=options.unit_tokens) if options.calls else table_of
+            console.print(measured(tokens, groups, options.rounds, record))
     console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
     record.write(options.json)
     return 0
