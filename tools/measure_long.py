@@ -384,7 +384,7 @@ class Engine:
         self.step(output, HIT + "first step")
         self.taken[HIT + "in all"].append(self._hit_s() - before)
         if loses:
-            self.side.manager.clear_memory()
+            self.side.manager._clear_all_memory()
         for _ in range(steps):
             self.step(self._output(None, 0), HIT + "a later step")
         self.leave(request, "end")
@@ -498,7 +498,8 @@ class Engine:
 
     def clear(self, _: str) -> None:
         """Delete all, as ``kvdisk clear --live`` asks for it."""
-        self._time(CLEAR + "memory", self.side.manager.clear_memory)
+        while self._time(CLEAR + "memory", self.side.manager.clear_memory).more:
+            pass
         nvme = self.side.nvme
         for segment in list(nvme.segments.in_place) if nvme else ():
             self._time(CLEAR + "a segment", partial(nvme.let_go, segment))

@@ -199,8 +199,11 @@ class Dirty:
                 marked.difference_update(rows)
 
     def clear(self) -> None:
-        """Nothing is dirty: the lower tier never takes anything again."""
+        """Nothing is dirty: the lower tier never takes anything again, or all copies are
+        forgotten."""
         self._rows = RowLists(len(self.counts))
+        self._behind = set()
+        self.deferred = [set() for _ in self.counts]
 
     # -- who leaves the lower tier -----------------------------------------------------------------
 

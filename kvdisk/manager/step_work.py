@@ -31,6 +31,7 @@ class Kind(IntEnum):
     PUT_OFF = auto()
     RECENCY = auto()
     DEMAND = auto()
+    GONE = auto()
     KV_HINTS = auto()
     STANDINGS = auto()
     AGES = auto()
@@ -72,15 +73,17 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.RECENCY: Share(1024),
     # The rest of prompts, whose heads are counted: admission of all below goes by it.
     Kind.DEMAND: Share(512),
+    # What a reset has left, which nobody finds: who needs the room does not wait for it.
+    Kind.GONE: Share(512),
     # Which copies leave first, late, or now.
     Kind.KV_HINTS: Share(256, cost=2),
     Kind.STANDINGS: Share(256, keeps_awake=False, cost=2),
     Kind.AGES: Share(256, cost=8),
     # What nobody needs yet: requests that wait in the queue, KV hints, the next load.
-    Kind.PREFETCH: Share(1024, keeps_awake=False),
+    Kind.PREFETCH: Share(768, keeps_awake=False),
     Kind.ASKED: Share(512, when_silent=False),
     Kind.FETCHES: Share(512, when_silent=False),
-    Kind.SENDS: Share(1024, when_silent=False),
+    Kind.SENDS: Share(768, when_silent=False),
 }
 """The order of a step. No kind waits for ever: each has its own blocks in each step."""
 SPARE_BLOCKS = 2048
@@ -139,9 +142,9 @@ class StepWork:
                 work.close()
 
     def clear(self) -> None:
-        """Forget all work."""
+        """Forget all work, but for what is left of what was forgotten before."""
         for kind, waiting in self._waiting.items():
-            for owner in list(waiting):
+            for owner in list(waiting) if kind is not Kind.GONE else ():
                 self.cancel(owner, kind)
 
     # -- the budget ----------------------------------------------------------------------------

@@ -143,6 +143,7 @@ class WatchedCpuSpace(MemorySpace):
             if catalog.state(row, Tier.CPU) == CopyState.READY
             and catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and not catalog.columns(Tier.CPU).is_of_no_age(row)  # nobody would be served
+            and catalog.find(catalog.keys[row]) == row  # nor from what a reset has left
             and self._geometry.size_classes[group_of(catalog.keys[row])] == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)

@@ -553,7 +553,7 @@ class ManagerWatch(Watch):
             pending = parts.manager.has_pending_work(now) and not work.has(Kind.SENDS)
             searches = parts.cpu is not None and work.has(Kind.LEFT)
             # What only looks ends by itself, whatever may be written.
-            searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.KV_HINTS, Kind.AGES)))
+            searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.GONE, Kind.KV_HINTS, Kind.AGES)))
             goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
@@ -634,7 +634,10 @@ class ManagerWatch(Watch):
                 policy = space._evictors[size_class]._policy
                 told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_so, parent = policy.standing(row), catalog.parent_rows[row]
-                assert is_so in {None, DEMOTED} or told in {is_so, PINNED}
+                is_old = catalog.epochs[row] != self.parts.manager._state.epoch and self.parts.manager._work.has(
+                    Kind.GONE
+                )
+                assert is_so in {None, DEMOTED} or told in {is_so, PINNED} or is_old
                 if is_so == PINNED and parent != NONE and policy.holds(parent):
                     assert policy.standing(parent) == PINNED
 

@@ -215,13 +215,9 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
     assert held == [limit is None or at < limit // 2 for at in range(len(held))]
 
 
-@pytest.mark.parametrize("call", ["clear_memory", "reset"])
-def test_what_memory_gives_up_at_once_ends_at_once_but_for_what_a_job_uses(call, monkeypatch):
-    """Its copies are not changed one by one."""
-    bench = TierBench((LENGTH,), gpu_blocks=2000)
-    bench.serve(prompt_of(0))
-    rows = bench.rows(prompt_of(0))
-    bench.catalog.pin(rows[:1], Tier.CPU)
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many copies each call of the catalog has changed."""
     changes, change = [], Catalog._change
 
     def noted(catalog, some, *to):
@@ -229,12 +225,73 @@ def test_what_memory_gives_up_at_once_ends_at_once_but_for_what_a_job_uses(call,
         change(catalog, some, *to)
 
     monkeypatch.setattr(Catalog, "_change", noted)
-    bench.manager.clear_memory() if call == "clear_memory" else bench.manager.reset(7)
-    assert sorted(changes) == [1, LENGTH // 2 - 1]
+    return changes
+
+
+def test_what_an_operator_clears_of_memory_ends_in_pieces_but_for_what_a_job_uses(monkeypatch, changed):
+    """Its copies are not changed one by one, and what comes meanwhile stays."""
+    monkeypatch.setattr(bounds, "CLEARED", 16)
+    bench = TierBench((LENGTH,), gpu_blocks=2000)
+    bench.serve(prompt_of(0))
+    rows = bench.rows(prompt_of(0))
+    bench.catalog.pin(rows[:1], Tier.CPU)
+    changed.clear()
+    up_to = bench.manager.last_generation
+    assert bench.manager.clear_memory(up_to) == (16, 0, True)
+    assert changed == [16]
+    bench.serve(prompt_of(1, 4))
+    changed.clear()
+    assert bench.manager.clear_memory(up_to) == (16, 0, True)
+    assert bench.manager.clear_memory(up_to) == (8, 0, True)
+    assert changed == [16, 1, 7]
+    assert bench.manager.clear_memory(up_to) == (0, 0, False)
+    assert all(bench.held(prompt_of(1, 4), Tier.CPU))
+    assert bench.manager.clear_memory() == (4, 0, True)
     assert bench.catalog.rows_in(Tier.CPU) == rows[:1]
     assert not any(bench.held(prompt_of(0), Tier.CPU))
     bench.parts.cpu.unpin(rows[:1])
     assert len(bench.catalog) == 0 and bench.parts.cpu.pool.free == bench.parts.cpu.pool.total
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+def test_a_reset_hides_all_at_once_and_steps_end_the_copies(geometry, monkeypatch, changed):
+    """It changes what a job uses, and nothing else, however much there is."""
+    bench = TierBench((7 * LENGTH,), geometry=geometry, gpu_blocks=2000)
+    bench.serve(prompt_of(0))
+    lower_shares(monkeypatch, 4)
+    rows = bench.catalog.rows_in(Tier.CPU)
+    bench.catalog.pin(rows[:1], Tier.CPU)
+    changed.clear()
+    bench.manager.reset(7)
+    assert changed == [1] and hit_of(bench, prompt_of(0)) == 0
+    steps = 0
+    while bench.manager.has_pending_work(bench.now):
+        changed.clear()
+        bench.manager.take_plan(bench.now, idle=True)
+        assert sum(changed) <= 4
+        steps += 1
+    assert steps >= len(rows) // 4 and bench.catalog.rows_in(Tier.CPU) == rows[:1]
+    bench.parts.cpu.unpin(rows[:1])
+    assert len(bench.catalog) == 0 and bench.parts.cpu.pool.free == bench.parts.cpu.pool.total
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_who_stores_after_a_reset_has_the_room_at_once(geometry, share, monkeypatch):
+    """Memory was full, its tenant's share, too; and nothing of before is written to the drive."""
+    slots = (len(geometry.groups) * LENGTH // 2,)
+    how = {} if share is None else {"salt_share": 0.5}
+    bench = TierBench(slots, slots, geometry=geometry, gpu_blocks=2000, nvme_admission="all", min_load_tokens=0, **how)
+    bench.serve(prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.GONE)
+    bench.change_weights()
+    assert bench.parts.dirty is not None and not bench.parts.dirty.total
+    assert len(bench.catalog.rows_in(Tier.CPU)) > 8
+    bench.add(prompt_of(0)[: LENGTH // 2], finishing=False)
+    for _ in range(2):
+        bench.step(LENGTH)
+    assert all(bench.held(prompt_of(0)[: LENGTH // 2], Tier.CPU))
+    assert hit_of(bench, prompt_of(0)) == LENGTH // 2
 
 
 class Counted(list[int]):
@@ -272,7 +329,7 @@ def test_what_a_policy_of_the_users_own_lists_is_gone_through_once(monkeypatch):
     bench.add(text, finishing=False)
     while not bench.manager._work.has(Kind.PUT_OFF):
         bench.step(8)
-    bench.manager.clear_memory()
+    bench.manager._clear_all_memory()
     for _ in range(LENGTH):
         bench.step(8)
     held = bench.held(text, Tier.CPU)[4:-1]  # of what no step had looked at, nor computed
