@@ -29,8 +29,8 @@ class ForgottenCopies:
         return len(self._rows) > 0
 
     def take_all(self) -> list[int]:
-        """Take all copies that there are, before their keys are forgotten: of each chain the tail
-        comes first. Return those that a job uses, which end with that, and are not among these."""
+        """Take all copies that there are, mostly the tails of chains first, before their keys are
+        forgotten. Return those that a job uses: they are not among these, and end with it."""
         rows = self._catalog.kept(self._tier)[::-1]
         is_used = np.frombuffer(self._catalog.columns(self._tier).pins, np.uint32)[rows] > 0
         self._rows = rows[~is_used]
