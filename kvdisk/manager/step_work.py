@@ -27,6 +27,7 @@ class Kind(IntEnum):
     HINT_ENDS = auto()
     LOADS = auto()
     REACHED = auto()
+    SAVES = auto()
     LEFT = auto()
     PUT_OFF = auto()
     RECENCY = auto()
@@ -65,12 +66,14 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.LOADS: Share(2048),
     # What running requests have come to: the step offers it before its plan is made.
     Kind.REACHED: Share(2048),
+    # What preempted requests had: the engine overwrites it soon, from its tail on.
+    Kind.SAVES: Share(1024),
     # What ended requests have left on the GPU: the engine may overwrite it soon.
     Kind.LEFT: Share(1024),
     # What a load has brought: each part is counted, then used, then offered.
     Kind.PUT_OFF: Share(1024),
     # Of jobs by key: what was reached, from the tail of each prompt on.
-    Kind.RECENCY: Share(1024),
+    Kind.RECENCY: Share(512),
     # The rest of prompts, whose heads are counted: admission of all below goes by it.
     Kind.DEMAND: Share(512),
     # What a reset has left, which nobody finds: who needs the room does not wait for it.
@@ -81,8 +84,8 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.AGES: Share(256, cost=8),
     # What nobody needs yet: requests that wait in the queue, KV hints, the next load.
     Kind.PREFETCH: Share(768, keeps_awake=False),
-    Kind.ASKED: Share(512, when_silent=False),
-    Kind.FETCHES: Share(512, when_silent=False),
+    Kind.ASKED: Share(256, when_silent=False),
+    Kind.FETCHES: Share(256, when_silent=False),
     Kind.SENDS: Share(768, when_silent=False),
 }
 """The order of a step. No kind waits for ever: each has its own blocks in each step."""

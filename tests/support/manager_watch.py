@@ -408,6 +408,9 @@ class ManagerWatch(Watch):
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
         owner = self.parts.transfers._records[job.id].request_id
+        if owner is None:  # what of a long prompt a later step saves
+            self._check_still_cached(job, plan)
+            return
         assert owner is not None and owner in preempted and job.id in plan.urgent, "stored, and nobody was preempted"
         request = self.engine.requests[owner]
         computed, table = self.engine.victims[owner]
@@ -423,6 +426,13 @@ class ManagerWatch(Watch):
             held = zip(places[move.key], move.gpu_blocks, strict=True)
             assert all(was in {0, block} for was, block in held), "a block is stored that the victim did not hold"
         self._saved.setdefault(owner, set()).update(move.key for move in job.moves)
+
+    def _check_still_cached(self, job: Job, plan: Plan) -> None:
+        assert self.preempted and job.id not in plan.urgent
+        for move in job.moves:
+            blocks = [self.engine.pool.get_block(block) for block in move.gpu_blocks]
+            assert blocks[-1].key == move.key, "a block is stored under another name than it has"
+            assert all(block.key is not None for block in blocks), "a block is stored that is not all there"
 
     def _check_victim(self, request: FakeRequest, local_tokens: int, answer: int, limit: int | None) -> None:
         """A victim that comes back is promised what was saved of it."""

@@ -407,3 +407,88 @@ def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
     *loaded, computed = (history.known(key)[0] for key in keys_of(text))
     assert set(loaded) == {2} and computed == 1, "never more than what it followed then"
     assert history.now == before + LENGTH // 2
+
+
+def victim_of(bench: TierBench, prompt: str) -> int:
+    """Have a prompt computed whole, and its request preempted in the next step; return how many
+    blocks it had."""
+    request = bench.come(prompt, 400, finishing=False)
+    while request.computed <= len(prompt):
+        bench.step(8)
+    blocks = sum(len(list(filter(None, table))) for table in request.table)
+    bench.engine.running.remove(request)
+    bench.engine._preempt(request)
+    bench.engine._preempted.append(request.id)
+    bench.engine.waiting.remove(request)  # it waits for long
+    return blocks
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each call of the store planner has offered."""
+    offered, store = [], StorePlanner._store
+
+    def noted(planner, offers, *rest, **also):
+        offered.append(len(offers.keys))
+        return store(planner, offers, *rest, **also)
+
+    monkeypatch.setattr(StorePlanner, "_store", noted)
+    return offered
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+def test_of_a_long_victim_each_step_saves_a_part_and_at_last_all_is_saved(tiers, geometry, monkeypatch, stored):
+    """In memory and on NVMe, though its tail is stored before what it follows."""
+    slots = (len(geometry.groups) * LENGTH,)
+    bench = TierBench(
+        **dict.fromkeys(tiers, slots),
+        geometry=geometry,
+        gpu_blocks=2000,
+        min_load_tokens=0,
+        store_policy="on_preemption",
+        nvme_admission="all",
+    )
+    while "nvme_slots" in tiers and not bench.parts.nvme.free_slots(0):
+        bench.parts.nvme.make_room(bench.engine.now, [1])
+        bench.step()
+    blocks = victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 14, Kind.SAVES)
+    bench.manager._stores._context.step_blocks = 6
+    stored.clear()
+    bench.step(8)
+    at_once = stored[0]
+    assert 0 < at_once < blocks - 14
+    bench.idle()
+    assert max(stored) <= 14 + 6 * len(geometry.groups)
+    for tier in Tier.CPU, Tier.NVME:
+        if tier in bench.catalog.tiers:
+            assert all(bench.held(prompt_of(0), tier)), f"some never came to {tier}"
+    assert hit_of(bench, prompt_of(0)) == LENGTH
+
+
+def test_what_the_engine_has_taken_of_a_long_victim_is_saved_at_once_however_much_that_is(monkeypatch, stored):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0, store_policy="on_preemption")
+    victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.SAVES)
+    (request,) = bench.manager._requests.values()
+    for block in list(request.held_blocks[0])[-20:]:
+        bench.engine.pool.get_block(block).key = None  # as when it is another's by now
+    stored.clear()
+    bench.step(8)
+    assert stored[0] == 4 + 20 + bench.engine.pool.step_blocks + (-20 % bench.engine.pool.step_blocks)
+    bench.idle()
+    assert hit_of(bench, prompt_of(0)) == LENGTH
+
+
+@pytest.mark.parametrize("lost", ["a reset", "the GPU"])
+def test_of_a_long_victim_nothing_is_saved_once_its_blocks_may_be_wrong(lost, monkeypatch, stored):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0, store_policy="on_preemption")
+    victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.SAVES)
+    bench.step(8)
+    bench.manager.reset(7) if lost == "a reset" else bench.manager.lose_gpu()
+    stored.clear()
+    for _ in range(4):
+        bench.manager.take_plan(bench.now, idle=True)
+    assert not any(stored) and not bench.manager._work.has(Kind.SAVES)
