@@ -406,10 +406,14 @@ class Engine:
         self._time(row, partial(self.side.finish, request))
         self.step(ended, "idle")
         self.taken[row][-1] += self.taken["idle"][-1]
-        for table in self._tables.tables.pop(request.request_id):
-            self.pool.free_blocks([block for block in reversed(table) if not block.is_null])
+        self._free(request)
+        del self._tables.tables[request.request_id]
         while self.side.is_busy():  # until all is on NVMe that goes there, and committed
             self.step(self._output(None, 0), "idle")
+
+    def _free(self, request: Any) -> None:
+        for table in self._tables.tables[request.request_id]:
+            self.pool.free_blocks([block for block in reversed(table) if not block.is_null])
 
     def rest(self, row: str) -> None:
         """Take steps without tokens, in which what was begun goes on."""
@@ -420,10 +424,14 @@ class Engine:
         """Have a prompt computed that nobody has seen, and its request preempted."""
         request = self.prefill(name)
         self.decode(request, name)
+        for group, table in enumerate(self._tables.tables[request.request_id]):
+            self.pool.cache_full_blocks(request, table, 0, len(table), BLOCK_TOKENS, group)
+        self._free(request)
         output = self._output(None, 0)
         output.preempted_req_ids = {request.request_id}
         self.step(output, PREEMPTED)
         self.rest(PREEMPTED + AFTER)
+        self._tables.tables[request.request_id] = []
         self.leave(request, "end")
 
     def wait_for_room(self, name: str) -> None:

@@ -67,7 +67,7 @@ SHARES: Final[dict[Kind, Share]] = {
     # What running requests have come to: the step offers it before its plan is made.
     Kind.REACHED: Share(2048),
     # What preempted requests had: the engine overwrites it soon, from its tail on.
-    Kind.SAVES: Share(1024),
+    Kind.SAVES: Share(1024, cost=2),
     # What ended requests have left on the GPU: the engine may overwrite it soon.
     Kind.LEFT: Share(1024),
     # What a load has brought: each part is counted, then used, then offered.

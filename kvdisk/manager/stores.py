@@ -447,6 +447,7 @@ class StorePlanner:
             self._demand.reach(request, group.group, max(saved[-1], default=-1) + 1)
         places, later = self._divide(request, saved)
         offers = self._still_held(self._offers(request, places, request.held_blocks), request, overwritten)
+        self._work.spend(Kind.SAVES, len(offers.keys))
         # Never offered again: they are overwritten before room comes free.
         offers = offers._replace(positions=[-1] * len(offers.keys))
         # The copies come before all else of the step: nobody has to watch the blocks.
@@ -474,10 +475,10 @@ class StorePlanner:
         for group, positions in zip(groups, saved, strict=True):
             first = bisect_left(positions, head_tokens // group.block_tokens)
             stop = self._safe_until(request, group, positions, first)
+            places += [(group.group, at) for at in chain(positions[:first], positions[stop:])]
             if not group.reads_all:
                 first = self._held_from(request, group, positions, first, stop)
             later.append(positions[first:stop])
-            places += [(group.group, at) for at in chain(positions[:first], positions[stop:])]
         return places, later
 
     def _safe_until(self, request: RequestState, group: GroupGeometry, positions: Sequence[int], first: int) -> int:
