@@ -492,3 +492,44 @@ def test_of_a_long_victim_nothing_is_saved_once_its_blocks_may_be_wrong(lost, mo
     for _ in range(4):
         bench.manager.take_plan(bench.now, idle=True)
     assert not any(stored) and not bench.manager._work.has(Kind.SAVES)
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+def test_what_is_read_ahead_for_a_long_prompt_is_found_in_steps(geometry, monkeypatch):
+    """Each makes some of its keys, and at last all of it is in memory; what was there counts as
+    used, and so is there still."""
+    slots = (2 * len(geometry.groups) * LENGTH,)
+    bench = TierBench(
+        slots, slots, geometry=geometry, gpu_blocks=2000, min_load_tokens=0, most_running=1, nvme_admission="all"
+    )
+    while not bench.parts.nvme.free_slots(0):
+        bench.parts.nvme.make_room(bench.engine.now, [1])
+        bench.step()
+    bench.serve(prompt_of(0))
+    bench.parts.cpu.discard(*bench.rows(prompt_of(0))[8:][::-1])
+    bench.engine.pool.forget_all()
+    bench.come(prompt_of(1, 4), 400, finishing=False)  # it runs, and the other one waits
+    bench.step(8)
+    lower_shares(monkeypatch, 2, Kind.PREFETCH, Kind.DEMAND)
+    monkeypatch.setattr(prefix_match, "_SPAN", 4)
+    bench.add(prompt_of(0))
+    made, make, each = 0, BlockKeys.__getitem__, []
+
+    def noted(keys, at):
+        nonlocal made
+        found = make(keys, at)
+        made += len(found) if isinstance(at, slice) else 1
+        return found
+
+    monkeypatch.setattr(BlockKeys, "__getitem__", noted)
+    for _ in range(8 * LENGTH):
+        made = 0
+        bench.manager._work.run(bench.now, Kind.PREFETCH)
+        bench.manager._work.end_step()
+        each.append(made)
+        bench.step(1)
+        if all(bench.held(prompt_of(0), Tier.CPU)[:-1]):
+            break
+    assert all(bench.held(prompt_of(0), Tier.CPU)[:-1])  # the last one is computed
+    windows = 8 * (len(geometry.groups) - 1)
+    assert max(each) <= 4 * 2 * 4 + windows and sum(map(bool, each)) > LENGTH // 2 // 8
