@@ -152,7 +152,7 @@ class TierManager:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
                 self._demand.forget(request)
-                self._stores.forget(request)
+                self._stores.keys_changed(request)
 
     @uncollected
     def request_finished(self, request_id: str) -> None:

@@ -35,18 +35,18 @@ from kvdisk.messages import Reason
 
 @dataclass(slots=True)
 class _Rest:
-    """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
-    ``positions``: of those that the store policy offers. ``used_at``: from where on a load has just
-    used them. ``tenant``: see ``Catalog.tenants``. ``put_off``: what of them is not counted yet."""
+    """A request's blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks,
+    0: none. ``positions``: of those that the store policy offers; None: it is told part by part.
+    ``used_at``: from where on a load has just used them. ``put_off``: what of them is not counted
+    yet."""
 
+    request: RequestState
     group: int
-    keys: BlockKeys
     blocks: Sequence[int]
-    positions: Collection[int]
+    positions: Collection[int] | None
     start: int
     stop: int
     used_at: int
-    tenant: int
     put_off: Stretch | None = None
 
 
@@ -193,12 +193,15 @@ class StorePlanner:
     ) -> None:
         """Put off blocks. ``used_at``, ``put_off``: as in ``_Rest``."""
         if start < stop:
-            keys, blocks = request.keys[group], request.held_blocks[group]
-            positions: Collection[int] = self._reach(request, group, start, stop)
-            if not isinstance(positions, range):
-                positions = frozenset(positions)  # which of them are in it is asked one by one
-            rest = _Rest(group, keys, blocks, positions, start, stop, used_at, request.tenant, put_off)
-            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest))
+            is_told = not getattr(self._store_policy, "is_told_later", False)  # a user's own may not say it
+            positions = self._reach_some(request, group, start, stop) if is_told else None
+            rest = _Rest(request, group, request.held_blocks[group], positions, start, stop, used_at, put_off)
+            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest, self._losses))
+
+    def _reach_some(self, request: RequestState, group: int, start: int, stop: int) -> Collection[int]:
+        """Return what ``_reach`` does, of which positions are in it can be asked one by one."""
+        positions = self._reach(request, group, start, stop)
+        return positions if isinstance(positions, range) else frozenset(positions)
 
     def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
         """Return the positions of those blocks of a group that the store policy offers now. Whose
@@ -306,34 +309,39 @@ class StorePlanner:
                     self._look_later(request, group.group, request.reached[group.group], stop, stop)
         self.forget(request)
 
-    def _look_at_all(self, rest: _Rest) -> Work:
-        """Go on with blocks that were put off. Those of a GPU that was lost since are only
-        counted."""
-        losses = self._losses
+    def _look_at_all(self, rest: _Rest, losses: int) -> Work:
+        """Go on with blocks that were put off after so many losses of the GPU's blocks. After
+        another one they are only counted."""
+        # Of a unit that the store policy is told of each GPU block is noted.
+        looks = 1 if self._free_units is None else self._geometry.groups[rest.group].gpu_blocks
         while rest.start < rest.stop:
-            start, stop = rest.start, min(rest.stop, rest.start + self._work.left(Kind.PUT_OFF))
+            start, stop = rest.start, min(rest.stop, rest.start + max(1, self._work.left(Kind.PUT_OFF) // looks))
             if rest.put_off is not None:
                 self._demand.go_on(rest.put_off, stop)
             if losses == self._losses:
                 self._look_at(rest, stop)
             rest.start = stop
-            yield stop - start
+            yield (stop - start) * looks
 
     def _look_at(self, rest: _Rest, stop: int) -> None:
         """Use blocks that are counted by now; what no tier has of them is stored while the engine
         has it cached."""
-        start = rest.start
-        keys, used_at = rest.keys[start:stop], min(max(0, rest.used_at - start), stop - start)
+        start, request = rest.start, rest.request
+        of_group = request.keys[rest.group]
+        keys, used_at = of_group[start:stop], min(max(0, rest.used_at - start), stop - start)
+        positions = rest.positions
+        if positions is None:
+            positions = self._reach_some(request, rest.group, start, stop)
         self._use(keys[:used_at])
         self._use(keys[used_at:], are_new=False)
         waiting, presences = {*self._left.keys}, self._catalog.presences(keys)
         at_all = [
             at
             for at, key, presence in zip(range(start, stop), keys, presences, strict=True)
-            if presence == ABSENT and key not in waiting and at in rest.positions
+            if presence == ABSENT and key not in waiting and at in positions
         ]
         group = self._geometry.groups[rest.group]
-        offers = self._named_on_gpu(group, rest.keys, rest.blocks, at_all, rest.tenant)
+        offers = self._named_on_gpu(group, of_group, rest.blocks, at_all, request.tenant)
         offers = offers.at(self._cached(offers))
         if offers.keys:
             self._leave(self._store(offers, None, self._work.now).unserved)
@@ -383,6 +391,13 @@ class StorePlanner:
         self._store_policy.reset()
         if self._free_units is not None:
             self._free_units.clear()
+
+    def keys_changed(self, request: RequestState) -> None:
+        """A request has another prompt: forget what it has computed."""
+        if self._target.dirty is not None:
+            for group in range(len(request.keys)):
+                self._target.dirty.awaited.pop((request.request_id, group), None)
+        self.forget(request)
 
     def forget(self, request: RequestState) -> None:
         """Forget what a request has computed: it has ended, or begins anew."""
@@ -455,8 +470,8 @@ class StorePlanner:
         for group, positions in zip(self._geometry.groups, later, strict=True):
             if positions:
                 self._await_before(request.request_id, group, request.keys[group.group], positions, len(positions))
-                rest = self._save_rest(request, group, request.held_blocks[group.group], positions)
-                self._work.add(Kind.SAVES, self, rest)
+                rest = self._save_rest(request, group, request.held_blocks[group.group], positions, self._losses)
+                self._work.add(Kind.SAVES, (request, group.group), rest)
         request.forget_gpu_blocks()
         return None if record is None else record.job.id
 
@@ -540,12 +555,18 @@ class StorePlanner:
         return offers.at(kept)
 
     def _save_rest(
-        self, request: RequestState, group: GroupGeometry, blocks: Sequence[int], positions: Sequence[int]
+        self,
+        request: RequestState,
+        group: GroupGeometry,
+        blocks: Sequence[int],
+        positions: Sequence[int],
+        losses: int,
     ) -> Work:
         """Store a victim's blocks of a group from the tail on, while the engine has them cached.
-        ``blocks``: the group's table, as it was."""
+        ``blocks``: the group's table, as it was. ``losses``: of the GPU's blocks by then: none of
+        them may be stored after another."""
         keys, end = request.keys[group.group], len(positions)
-        while end:
+        while end and losses == self._losses:
             # At least as many as the engine may take in its next step.
             most = max(self._work.left(Kind.SAVES), self._context.step_blocks // group.gpu_blocks)
             start = max(0, end - most)
