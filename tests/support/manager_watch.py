@@ -564,7 +564,7 @@ class ManagerWatch(Watch):
             searches = parts.cpu is not None and work.has(Kind.LEFT)
             # What only looks ends by itself, whatever may be written.
             searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.GONE, Kind.KV_HINTS, Kind.AGES)))
-            goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
+            goes_on = work.has(Kind.ASKED) or work.has(Kind.LOADS)
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.dirty is not None:
