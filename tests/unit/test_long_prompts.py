@@ -18,6 +18,7 @@ from kvdisk.manager.requests import BlockKeys, RequestLimits
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import NoStores
 from kvdisk.manager.stores import StorePlanner
+from kvdisk.messages import JobKind
 
 GROUPS = {
     "one group": GEOMETRY,
@@ -533,3 +534,21 @@ def test_what_is_read_ahead_for_a_long_prompt_is_found_in_steps(geometry, monkey
     assert all(bench.held(prompt_of(0), Tier.CPU)[:-1])  # the last one is computed
     windows = 8 * (len(geometry.groups) - 1)
     assert max(each) <= 4 * 2 * 4 + windows and sum(map(bool, each)) > LENGTH // 2 // 8
+
+
+@pytest.mark.parametrize(("tier", "most"), [(Tier.CPU, 8), (Tier.NVME, 4)])
+def test_a_step_loads_half_as_many_blocks_that_leave_a_copy_in_memory(tier, most, monkeypatch):
+    bench = TierBench((LENGTH,), (LENGTH,), gpu_blocks=2000, min_load_tokens=0, nvme_admission="all", prefetch=False)
+    while not bench.parts.nvme.free_slots(0):
+        bench.parts.nvme.make_room(bench.engine.now, [1])
+        bench.step()
+    bench.serve(prompt_of(0))
+    if tier is Tier.NVME:
+        bench.parts.cpu.discard(*bench.rows(prompt_of(0))[::-1])
+    bench.engine.pool.forget_all()
+    lower_shares(monkeypatch, 8, Kind.LOADS)
+    bench.add(prompt_of(0))
+    jobs: list[int] = []
+    while bench.engine.requests:
+        jobs += [len(job.moves) for job in bench.step(LENGTH).jobs if job.kind is JobKind.LOAD]
+    assert max(jobs) == most and sum(jobs) == LENGTH // 2 - 1
