@@ -18,7 +18,8 @@ from kvdisk.manager.requests import BlockKeys, RequestLimits
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import NoStores
 from kvdisk.manager.stores import StorePlanner
-from kvdisk.messages import JobKind
+from kvdisk.manager.tiers import TierSpace
+from kvdisk.messages import JobKind, JobResult, Reason, Report
 
 GROUPS = {
     "one group": GEOMETRY,
@@ -552,3 +553,19 @@ def test_a_step_loads_half_as_many_blocks_that_leave_a_copy_in_memory(tier, most
     while bench.engine.requests:
         jobs += [len(job.moves) for job in bench.step(LENGTH).jobs if job.kind is JobKind.LOAD]
     assert max(jobs) == most and sum(jobs) == LENGTH // 2 - 1
+
+
+def test_copies_that_a_load_has_found_bad_are_dropped_together(monkeypatch):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    bench.serve(prompt_of(0))
+    rows = bench.rows(prompt_of(0))
+    hashes = [prompt_of(0)[:end].encode() for end in range(2, LENGTH + 1, 2)]
+    bench.manager.new_request("asks", hashes, LENGTH)
+    assert bench.manager.lookup("asks", 0, LENGTH + 1, bench.now) == LENGTH
+    bench.manager.plan_load("asks", 0, LENGTH, [list(range(1, LENGTH // 2 + 1))])
+    (job,) = bench.manager.take_plan(bench.now, idle=True).jobs
+    dropped, discard = [], TierSpace.discard
+    monkeypatch.setattr(TierSpace, "discard", lambda space, *some: dropped.append(len(some)) or discard(space, *some))
+    failed = dict.fromkeys(range(1, len(job.moves)), Reason.CHECKSUM)
+    bench.manager.settle(Report({job.id: JobResult(failed=failed)}), bench.now, 0)
+    assert dropped == [LENGTH // 2 - 1] and bench.catalog.rows_in(Tier.CPU) == rows[:1]
