@@ -82,6 +82,7 @@ class TierManager:
         self._heard_s = math.inf
         """When a job was last sent or answered, or a change of the index made or committed; at the
         start: not yet."""
+        self._noted_s = -1
         self._longest_silence_s = bounds.SILENT_DEADLINES * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers
@@ -261,10 +262,12 @@ class TierManager:
     def note_time(self, now_s: int) -> None:
         """Set the time, in seconds since the Unix epoch, for the uses and ages of blocks. Call it
         before lookups and before stores are planned: a step may be the first one for long."""
-        now_s = in_record_s(now_s)
-        self._ages.note_time(now_s)
-        for space in self._tiers:
-            space.note_time(now_s)
+        if now_s != self._noted_s:  # it is told some times in a step
+            self._noted_s = now_s
+            now_s = in_record_s(now_s)
+            self._ages.note_time(now_s)
+            for space in self._tiers:
+                space.note_time(now_s)
 
     @uncollected
     def take_plan(

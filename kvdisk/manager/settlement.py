@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvdisk.manager.copies import SOURCE_IS_BAD, Copies
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.load_jobs import LoadJobs
@@ -95,14 +97,19 @@ class Settlement:
             self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - given_up)
         self._copies.end_reads(record)
         arrived = [at for at, detail in enumerate(record.details) if detail.target is not None]
-        self._stats.add("promoted_blocks", len([at for at in arrived if at not in record.failed]))
-        if record.job.epoch == self._state.epoch:
-            self._state.arriving.difference_update([record.job.moves[at].key for at in arrived])
-        ready = sum(map(len, self._copies.end_targets(record, now_s).values()))
+        ready = self._end_arrivals(record, arrived, now_s) if arrived else 0
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
             self._stats.add("prefetched_blocks", ready if self._tiers.arrival_tier is not None else 0)
             self._stats.add("failed_promotions", failed - self._gone_from_others(record))
+
+    def _end_arrivals(self, record: JobRecord, arrived: Sequence[int], now_s: int) -> int:
+        """End the copies that a job left, or should have left, on the way of what it read. Return
+        how many can be read now."""
+        self._stats.add("promoted_blocks", len([at for at in arrived if at not in record.failed]))
+        if record.job.epoch == self._state.epoch:
+            self._state.arriving.difference_update([record.job.moves[at].key for at in arrived])
+        return sum(map(len, self._copies.end_targets(record, now_s).values()))
 
     def _gone_from_others(self, record: JobRecord) -> int:
         """Return how many of a job's moves failed because another engine's slot held something else

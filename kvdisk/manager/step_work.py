@@ -103,7 +103,8 @@ class StepWork:
     def __init__(self) -> None:
         self.now = 0.0
         """The time of the last ``run``, in seconds, monotonic."""
-        self._waiting: dict[Kind, dict[object, deque[Work]]] = {kind: {} for kind in SHARES}
+        self._waiting: dict[Kind, dict[object, deque[Work]]] = {}
+        """Of kinds of which work waits."""
         self._gates: dict[Kind, Callable[[float], bool]] = {}
         self._resting: set[tuple[Kind, object]] = set()
         """Who can do nothing more in this step."""
@@ -123,7 +124,7 @@ class StepWork:
 
     def add(self, kind: Kind, owner: object, work: Work, *, first: bool = False) -> None:
         """Let work wait for its turn, behind the owner's other work, or ``first`` before it."""
-        of_owner = self._waiting[kind].setdefault(owner, deque())
+        of_owner = self._waiting.setdefault(kind, {}).setdefault(owner, deque())
         if first:
             of_owner.appendleft(work)
         else:
@@ -131,24 +132,33 @@ class StepWork:
 
     def has(self, kind: Kind, owner: object = None) -> bool:
         """Return whether work of a kind waits, of this owner or (None) of any."""
-        waiting = self._waiting[kind]
-        return bool(waiting) if owner is None else owner in waiting
+        return kind in self._waiting if owner is None else owner in self.owners(kind)
 
     def owners(self, kind: Kind) -> Collection[object]:
         """Return whose work of a kind waits, the first first."""
-        return self._waiting[kind].keys()
+        return self._waiting.get(kind, {}).keys()
 
     def cancel(self, owner: object, *kinds: Kind) -> None:
         """Do no more of an owner's work of these kinds, or of all."""
-        for kind in kinds or SHARES:
-            for work in self._waiting[kind].pop(owner, ()):
+        for kind in kinds or tuple(self._waiting):
+            for work in self._taken(kind, owner):
                 work.close()
 
     def clear(self) -> None:
         """Forget all work, but for what is left of what was forgotten before."""
-        for kind, waiting in self._waiting.items():
-            for owner in list(waiting) if kind is not Kind.GONE else ():
+        for kind in tuple(self._waiting):
+            for owner in tuple(self.owners(kind)) if kind is not Kind.GONE else ():
                 self.cancel(owner, kind)
+
+    def _taken(self, kind: Kind, owner: object) -> Collection[Work]:
+        """Return an owner's work of a kind, which waits no more."""
+        waiting = self._waiting.get(kind)
+        if waiting is None:
+            return ()
+        works = waiting.pop(owner, ())
+        if not waiting:
+            del self._waiting[kind]
+        return works
 
     # -- the budget ----------------------------------------------------------------------------
 
@@ -182,24 +192,24 @@ class StepWork:
     def run(self, now: float, *kinds: Kind) -> None:
         """Do what waits, of these kinds or of all, in their order, as far as the budget goes."""
         self.now = now
-        for kind in sorted(kinds) or SHARES:
-            if self._waiting[kind] and self._is_open(kind, now):
-                for owner in tuple(self._waiting[kind]):
+        for kind in kinds or SHARES:
+            if kind in self._waiting and self._is_open(kind, now):
+                for owner in tuple(self.owners(kind)):
                     if not self._go_on(kind, owner):
                         break
 
     def finish(self, kind: Kind) -> None:
         """Do all that waits of a kind now, whatever is left: what follows goes by it."""
         self._unbounded = kind
-        for owner in tuple(self._waiting[kind]):
-            for work in self._waiting[kind].pop(owner, ()):
+        for owner in tuple(self.owners(kind)):
+            for work in self._taken(kind, owner):
                 for looked in work:
                     self.spend(kind, looked)
         self._unbounded = None
 
     def _go_on(self, kind: Kind, owner: object) -> bool:
         """Do an owner's work; return whether there is more to do of this kind in this step."""
-        while (of_owner := self._waiting[kind].get(owner)) and (kind, owner) not in self._resting:
+        while (of_owner := self._waiting.get(kind, {}).get(owner)) and (kind, owner) not in self._resting:
             if self.left(kind) <= 0 or not self._is_open(kind, self.now):
                 return False
             work = of_owner[0]
@@ -207,7 +217,7 @@ class StepWork:
             if looked is None:
                 of_owner.remove(work)  # it may have put other work before itself
                 if not of_owner:
-                    self._waiting[kind].pop(owner, None)
+                    self._taken(kind, owner)
             elif looked:
                 self.spend(kind, looked)
             else:
@@ -222,9 +232,6 @@ class StepWork:
         """Return whether an engine that rests makes steps for what waits. ``silent``: jobs and
         commits have been silent for long."""
         return any(
-            waiting
-            and SHARES[kind].keeps_awake
-            and (SHARES[kind].when_silent or not silent)
-            and self._is_open(kind, now)
-            for kind, waiting in self._waiting.items()
+            SHARES[kind].keeps_awake and (SHARES[kind].when_silent or not silent) and self._is_open(kind, now)
+            for kind in self._waiting
         )

@@ -103,7 +103,7 @@ def mix(image: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("windowed", "every"),
-    [(True, 4), pytest.param(True, 1, marks=pytest.mark.torture), pytest.param(False, 1, marks=pytest.mark.torture)],
+    [(True, 16), pytest.param(True, 1, marks=pytest.mark.torture), pytest.param(False, 1, marks=pytest.mark.torture)],
 )
 def test_every_crash_image(windowed: bool, every: int, quick_path: Path) -> None:
     """Or every so many of them."""

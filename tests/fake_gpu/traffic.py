@@ -300,6 +300,7 @@ class _Run:
         self._prompts: set[str] = set()
 
     def outcome(self) -> Outcome:
+        torch.cuda.empty_cache()  # PyTorch keeps what it had for the streams of seeds before
         races, violations, pinned = control.races(), control.violations(), _pieces_pinned()
         order = ORDERS[(self._seed + crc32(self._variant.name.encode())) % len(ORDERS)]
         control.reseed(self._variant.order or order, self._seed)

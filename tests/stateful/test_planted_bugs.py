@@ -446,6 +446,8 @@ RARE = (
     "source of a failed promotion kept",
     "refused block never offered again",
     "late slots of a promotion freed",
+    "later part of a load from a tier that is left out",
+    "bad block of the remote store loaded again",
 )
 """The search for these takes hundreds of examples, and longer than for all others together."""
 

@@ -17,7 +17,7 @@ import pytest
 from measure_all import MEASUREMENTS, Measurement, Places
 from support.needs import need, why_no_mooncake
 
-SHORT = {"scheduler", "drive"}
+SHORT = {"drive"}
 SIZES = re.compile(r"\d[\d,]*( KiB| MiB)?")
 ROOT = Path(__file__).resolve().parents[2]
 

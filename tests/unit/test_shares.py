@@ -328,12 +328,12 @@ def test_no_search_walks_the_blocks_of_a_tenant(monkeypatch):
         looked.append(-count)
         return make_way(space, size_class, tenant, count, **how)
 
-    bench = TierBench([2000], gpu_blocks=200, salt_share=0.4)
-    for prompt in [*flood_of("A", 100), *flood_of("c", 100), *flood_of("b", 250)]:
+    bench = TierBench([800], gpu_blocks=200, salt_share=0.4)
+    for prompt in [*flood_of("A", 40), *flood_of("c", 40), *flood_of("b", 100)]:
         bench.serve(prompt)
     monkeypatch.setattr(TailFirst, "_tails", counted)
     monkeypatch.setattr(TierSpace, "make_way", counting)
-    for prompt in flood_of("b", 270)[250:]:
+    for prompt in flood_of("b", 120)[100:]:
         bench.serve(prompt)
     assert max(looked) <= 1
-    assert held_by(bench, "b", Tier.CPU) == [800]
+    assert held_by(bench, "b", Tier.CPU) == [320]
