@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out what a command asks of a running engine: ``kvdisk clear --live``, ``prune --live``.
 
-It runs on a thread beside the engine's steps. It changes nothing itself: each segment is one task
-for the scheduler's thread, so that no step is long. No task begins once the time is over for which
-the command has asked: what it says then stays true. See docs/RESETS.md.
+It runs on a thread beside the engine's steps. It changes nothing itself: each segment, and some
+blocks of memory, are one task for the scheduler's thread, so that no step is long. No task begins
+once the time is over for which the command has asked: what it says then stays true. See
+docs/RESETS.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvdisk.errors import CorruptRecord
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.nvme import NvmeSpace
+from kvdisk.manager.tiers import Cleared
 
 logger = logging.getLogger("kvdisk")
 
@@ -29,8 +31,6 @@ STEP_WAIT_S = 60.0
 """Seconds that the engine has to take a step; one that takes none hangs."""
 PAUSE_S = 0.001
 """Between two tasks, for a call of the engine that waits for its turn: it might wait for all."""
-_Gone = tuple[int, int]
-"""The number of blocks that a task dropped, and the bytes of the segment that goes with them."""
 
 
 class Orders:
@@ -80,33 +80,39 @@ class Orders:
     def _carry_out(self, request: Request, deadline: float) -> Answer:
         blocks = segments = segment_bytes = 0
         for task in self._tasks(request):
-            gone = self._do(task, deadline)
-            if gone is None:
-                hangs = time.monotonic() < deadline
-                why = f"the engine took no step for {STEP_WAIT_S:.0f} s" if hangs else "it has expired"
-                return Answer(request.id, blocks, segments, segment_bytes, waits=True, why=why)
-            blocks += gone[0]
-            segments += gone[1] > 0
-            segment_bytes += gone[1]
-            time.sleep(PAUSE_S)
+            more = True
+            while more:
+                gone = self._do(task, deadline)
+                if gone is None:
+                    hangs = time.monotonic() < deadline
+                    why = f"the engine took no step for {STEP_WAIT_S:.0f} s" if hangs else "it has expired"
+                    return Answer(request.id, blocks, segments, segment_bytes, waits=True, why=why)
+                blocks += gone.blocks
+                segments += gone.segment_bytes > 0
+                segment_bytes += gone.segment_bytes
+                more = gone.more
+                time.sleep(PAUSE_S)
         return Answer(request.id, blocks, segments, segment_bytes, waits=segments > 0 and self._mailbox.rests)
 
-    def _tasks(self, request: Request) -> Iterator[Callable[[], _Gone]]:
+    def _tasks(self, request: Request) -> Iterator[Callable[[], Cleared]]:
+        """Yield tasks, each of which is done until it has nothing more to delete."""
         nvme = self._nvme
         if request.everything:
-            yield lambda: (self._manager.clear_memory(), 0)
+            clear_memory = partial(self._manager.clear_memory, self._manager.last_generation)
+            yield clear_memory
             for segment in list(nvme.segments.specs.copy()):
                 yield partial(nvme.let_go, segment)
+            yield clear_memory  # what was read from segments meanwhile
             return
         for segment in request.segments:
             yield partial(nvme.let_go, segment, request.generation)
         for segment, ranges in request.slots.items():
             yield partial(nvme.let_go, segment, request.generation, ranges)
 
-    def _do(self, task: Callable[[], _Gone], deadline: float) -> _Gone | None:
+    def _do(self, task: Callable[[], Cleared], deadline: float) -> Cleared | None:
         """Have the scheduler's thread do a task. Return None where it does not come to it within
         STEP_WAIT_S, or by ``deadline``: then the task is not done later either."""
-        found: list[_Gone] = []
+        found: list[Cleared] = []
         ended, turn, is_over = threading.Event(), threading.Lock(), False
 
         def run() -> None:

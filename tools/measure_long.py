@@ -155,8 +155,14 @@ class Ours:
         return self._side.matched_tokens(request, 0)[0] or 0
 
     def settle(self, plan: Any) -> None:
-        """All that a plan says is done."""
-        self._side.settle(Report({job.id: JobResult() for job in plan.jobs}), set())
+        """All that a plan says is done, but for what is nowhere: the rest of a load that was given
+        up."""
+        gone = {
+            job.id: {at: Reason.ABSENT for at, move in enumerate(job.moves) if not move.slots}
+            for job in plan.jobs
+            if job.kind is JobKind.LOAD
+        }
+        self._side.settle(Report({job.id: JobResult(failed=gone.get(job.id, {})) for job in plan.jobs}), set())
 
     def fail(self, plan: Any) -> None:
         """All that a plan says failed."""
@@ -378,7 +384,7 @@ class Engine:
         self.step(output, HIT + "first step")
         self.taken[HIT + "in all"].append(self._hit_s() - before)
         if loses:
-            self.side.manager.clear_memory()
+            self.side.manager._clear_all_memory()
         for _ in range(steps):
             self.step(self._output(None, 0), HIT + "a later step")
         self.leave(request, "end")
@@ -400,10 +406,14 @@ class Engine:
         self._time(row, partial(self.side.finish, request))
         self.step(ended, "idle")
         self.taken[row][-1] += self.taken["idle"][-1]
-        for table in self._tables.tables.pop(request.request_id):
-            self.pool.free_blocks([block for block in reversed(table) if not block.is_null])
+        self._free(request)
+        del self._tables.tables[request.request_id]
         while self.side.is_busy():  # until all is on NVMe that goes there, and committed
             self.step(self._output(None, 0), "idle")
+
+    def _free(self, request: Any) -> None:
+        for table in self._tables.tables[request.request_id]:
+            self.pool.free_blocks([block for block in reversed(table) if not block.is_null])
 
     def rest(self, row: str) -> None:
         """Take steps without tokens, in which what was begun goes on."""
@@ -414,10 +424,14 @@ class Engine:
         """Have a prompt computed that nobody has seen, and its request preempted."""
         request = self.prefill(name)
         self.decode(request, name)
+        for group, table in enumerate(self._tables.tables[request.request_id]):
+            self.pool.cache_full_blocks(request, table, 0, len(table), BLOCK_TOKENS, group)
+        self._free(request)
         output = self._output(None, 0)
         output.preempted_req_ids = {request.request_id}
         self.step(output, PREEMPTED)
         self.rest(PREEMPTED + AFTER)
+        self._tables.tables[request.request_id] = []
         self.leave(request, "end")
 
     def wait_for_room(self, name: str) -> None:
@@ -492,7 +506,8 @@ class Engine:
 
     def clear(self, _: str) -> None:
         """Delete all, as ``kvdisk clear --live`` asks for it."""
-        self._time(CLEAR + "memory", self.side.manager.clear_memory)
+        while self._time(CLEAR + "memory", self.side.manager.clear_memory).more:
+            pass
         nvme = self.side.nvme
         for segment in list(nvme.segments.in_place) if nvme else ():
             self._time(CLEAR + "a segment", partial(nvme.let_go, segment))
@@ -589,10 +604,12 @@ def table_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
             columns.append({row: [1e3 * each[row] for each in results] for row in results[0]})
     table = Table("ms: " + title_of(tokens, groups), *made)
     for row in (*ROWS, *WIRE):
-        table.add_row(row, *(f"{statistics.median(column[row]):,.2f}" for column in columns))
+        # A prompt of one step has no later one.
+        table.add_row(row, *(f"{statistics.median(column[row]):,.2f}" if row in column else "" for column in columns))
         for name, column in zip(made, columns, strict=True):
             cell = (SIZES, title_of(tokens, groups)) if row == WIRE[-1] else (title_of(tokens, groups), row)
-            record.add(*cell, name, column[row], "MB" if row == WIRE[-1] else "ms")
+            if row in column:
+                record.add(*cell, name, column[row], "MB" if row == WIRE[-1] else "ms")
     return table
 
 
@@ -638,7 +655,7 @@ SERVED: Rows = {
 """Of a prompt that nobody has seen, under each policy."""
 
 
-def calls_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
+def calls_of(tokens: int, groups: int, rounds: int, record: Record, unit_tokens: str = AUTO) -> Table:
     """Measure ``CALLS``, and each store policy; note and return a table of milliseconds: the
     median, and the least and most, of the longest of each round."""
     found: dict[str, list[list[float]]] = {}
@@ -646,7 +663,7 @@ def calls_of(tokens: int, groups: int, rounds: int, record: Record) -> Table:
         for at, store_dir in enumerate((None, Path(directory))):
 
             def make(engine: Engine, blocks: int, policy: str = "on_compute", where: Path | None = store_dir) -> Ours:
-                return Ours(*engine.about, blocks, where, engine.tokens, policy=policy)
+                return Ours(*engine.about, blocks, where, engine.tokens, unit_tokens, policy)
 
             for _ in range(rounds):
                 for call, rows in CALLS if store_dir is None else (*CALLS, IN_A_STORE):
@@ -694,13 +711,15 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--groups", type=int, nargs="+", default=GROUPS)
     parser.add_argument("--calls", action="store_true", help="the calls that only some circumstances bring")
+    parser.add_argument("--unit-tokens", default=AUTO, help="the setting, of --calls")
     add_json_option(parser)
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, width=120)
     load, record = os.getloadavg()[0], Record()
     for tokens in options.tokens:
         for groups in options.groups:
-            console.print((calls_of if options.calls else table_of)(tokens, groups, options.rounds, record))
+            measured = partial(calls_of, unit_tokens=options.unit_tokens) if options.calls else table_of
+            console.print(measured(tokens, groups, options.rounds, record))
     console.print(f"{options.rounds} rounds. {Machine.here(Path()).sentence}; load before: {load:.1f}")
     record.write(options.json)
     return 0

@@ -42,6 +42,9 @@ EVICTED = 256
 because their tenant has more than its share."""
 ENDED = 1024
 """Copies of segments that are being dropped."""
+CLEARED = 8192
+"""Copies that one task of an operator's deletes: each waits for a step, so there are not to be too
+many."""
 TAILS_LOOKED_AT = 256
 """Tails that are looked at for the place of one that has become a tail. Mostly it is among the
 first: it was used when what followed it was, and that has just left."""

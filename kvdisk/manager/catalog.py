@@ -412,26 +412,33 @@ class Catalog:
             share.begun(range(count))
         self.gains += 1
 
-    def hide_all(self) -> None:
-        """Forget every key, for a new epoch: rows stay until their copies end."""
+    def hide_all(self) -> dict[BlockKey, int]:
+        """Forget every key, for a new epoch: rows stay until their copies end. Return what is to be
+        let go of."""
         if self.journal is not None:
             for tier in self._columns:
                 self.journal.note(tier, False, self.ready_keys(tier))
-        self._rows.clear()
+        forgotten, self._rows = self._rows, {}
         if self.lives:
             np.frombuffer(self.lives, np.uint32)[:] += 1
         self.losses += 1
+        return forgotten
 
     def rows_in(self, tier: Tier, segment: int | None = None) -> list[int]:
         """Return the rows with a copy in a tier, or in one of its segments, of all epochs."""
         rows: list[int] = self._columns[tier].rows(segment).tolist()
         return rows
 
-    def kept_in(self, tier: Tier, segment: int | None = None) -> list[int]:
-        """Return the ``rows_in``, but for DROPPED copies."""
+    def kept(self, tier: Tier, segment: int | None = None) -> NDArray[np.intp]:
+        """Return the ``rows_in``, but for DROPPED copies, as an array; fast."""
         rows = self._columns[tier].rows(segment)
-        kept: list[int] = rows[np.frombuffer(self._columns[tier].states, np.uint8)[rows] != DROPPED].tolist()
+        kept: NDArray[np.intp] = rows[np.frombuffer(self._columns[tier].states, np.uint8)[rows] != DROPPED]
         return kept
+
+    def kept_in(self, tier: Tier, segment: int | None = None) -> list[int]:
+        """Return what is ``kept``, as a list."""
+        rows: list[int] = self.kept(tier, segment).tolist()
+        return rows
 
     def rows(self) -> list[int]:
         """Return every row with a copy, of all epochs, ascending."""

@@ -363,6 +363,7 @@ class Copies:
         used: defaultdict[Tier, list[int]] = defaultdict(list)
         reached: list[int] = []
         spent: defaultdict[Tier, list[int]] = defaultdict(list)
+        bad: defaultdict[Tier, dict[int, None]] = defaultdict(dict)
         states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
         for at in reversed(range(len(record.details))):
             (row, group, _, tier, _), move = record.details[at], record.job.moves[at]
@@ -381,7 +382,7 @@ class Copies:
             if not late:
                 spent[tier].append(row)
             if reason is not None and self._is_bad(row, tier, reason):
-                self._tiers[tier].discard(row)
+                bad[tier][row] = None
             elif states[tier][row] == READY:
                 sound[tier].append(row)
                 if reason is not None:
@@ -391,10 +392,19 @@ class Copies:
                     reached.append(row)
                 else:
                     used[tier].append(row)
+        self._drop_bad(bad, sound, used)
         if reached:
             reached = list(dict.fromkeys(reached))
         for space in self._tiers:
             self._end_reads_from(space, sound.get(space.tier), spent.get(space.tier), used.get(space.tier), reached)
+
+    def _drop_bad(self, bad: Mapping[Tier, Collection[int]], *others: dict[Tier, list[int]]) -> None:
+        """Drop the bad copies of each tier. None of them is among the ``others`` then: a job by key
+        may have read one twice, and found it bad once."""
+        for tier, rows in bad.items():
+            self._tiers[tier].discard(*rows)
+            for each in others:
+                each[tier] = [row for row in each[tier] if row not in rows]
 
     def _end_reads_from(
         self,

@@ -128,7 +128,7 @@ class Demand:
             yield request.counted[group] - before
 
     def forget(self, request: RequestState) -> None:
-        """Count no more of what was begun: it has other keys."""
+        """Do no more of what was begun: it has other keys."""
         for group in range(len(request.keys)):
             self._work.cancel((request, group))
 

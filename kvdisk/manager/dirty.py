@@ -58,6 +58,9 @@ class Dirty:
         """Copies that would serve nobody below, since what they follow is not there, or has the
         only room. They stay clean until they are used."""
         self.deferred: list[set[int]] = [set() for _ in pool.total]
+        self.awaited: dict[object, int] = {}
+        """By who stores a chain from its tail on: the row that what is stored of it follows. It
+        comes with a later step."""
 
     # -- what is dirty -----------------------------------------------------------------------------
 
@@ -134,8 +137,8 @@ class Dirty:
                 if left < 0:
                     path, last = [row], NONE
                     break
-            if last != NONE and last not in found and above[last] != WRITING:  # what is written will be offered
-                behind.add(path[-1])
+            if last != NONE and last not in found and above[last] != WRITING and last not in self.awaited.values():
+                behind.add(path[-1])  # what is written, or will be, will be offered
             for each in reversed(path):
                 if each in behind or self._catalog.parent_rows[each] in behind:
                     behind.add(each)
@@ -199,8 +202,12 @@ class Dirty:
                 marked.difference_update(rows)
 
     def clear(self) -> None:
-        """Nothing is dirty: the lower tier never takes anything again."""
+        """Nothing is dirty: the lower tier never takes anything again, or all copies are
+        forgotten."""
         self._rows = RowLists(len(self.counts))
+        self._behind = set()
+        self.deferred = [set() for _ in self.counts]
+        self.awaited.clear()
 
     # -- who leaves the lower tier -----------------------------------------------------------------
 

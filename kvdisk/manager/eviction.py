@@ -225,6 +225,12 @@ class EvictionPolicy:
 
     # -- standings -------------------------------------------------------------------------------
 
+    def held_rows(self) -> list[int]:
+        """Return the rows that have a standing; fast."""
+        numbers = np.frombuffer(self._list_of, np.uint8)
+        rows: list[int] = np.flatnonzero((numbers >= self.classes) & (numbers != _NOT_HERE)).tolist()
+        return rows
+
     def holds(self, row: int) -> bool:
         """Return whether a row is here."""
         return row < len(self._list_of) and self._list_of[row] != _NOT_HERE
@@ -371,7 +377,7 @@ class TailFirst:
     ) -> None:
         self._policy = policy
         self._history = history
-        self.list_tails, self.unlist = policy.list_tails, policy.unlist
+        self.list_tails, self.unlist, self.held_rows = policy.list_tails, policy.unlist, policy.held_rows
         self._catalog = catalog
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvdisk.blocks import BlockKey
 from kvdisk.manager import bounds
+from kvdisk.manager.garbage import let_go
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.questions import Asking, Questions
 from kvdisk.manager.step_work import Kind, Work
@@ -79,10 +80,11 @@ class HintTable(Generic[WhatT]):
             self.forget(key)
         return min(most, len(self.found))
 
-    def clear(self) -> None:
-        """Forget all."""
+    def clear(self) -> OrderedDict[BlockKey, tuple[WhatT, float]]:
+        """Forget all; return what is to be let go of."""
         self.changes += 1
-        self.found.clear()
+        forgotten, self.found = self.found, OrderedDict()
+        return forgotten
 
 
 class HintSource(ABC, Generic[AnswerT, WhatT]):
@@ -175,6 +177,6 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
     def stop(self) -> None:
         """Ask no more, because this engine's weights are no longer those of the files."""
         self._answering = None
-        self._table.clear()
+        let_go(self._work, self._table.clear())
         self._questions.clear()
         self._work.cancel(self)

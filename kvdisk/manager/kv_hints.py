@@ -12,12 +12,13 @@ from kvdisk.blocks import BlockKey, group_of
 from kvdisk.errors import QuietLog
 from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE
+from kvdisk.manager.garbage import let_go
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED, RETAINED
 from kvdisk.manager.step_work import Kind, Work
-from kvdisk.manager.tiers import Tiers
+from kvdisk.manager.tiers import Tiers, TierSpace
 
 RETAIN, PIN, PREFETCH, DEMOTE = ACTIONS = ("retain", "pin", "prefetch", "demote")
 DEMOTED_S: Final = 3600.0
@@ -97,11 +98,20 @@ class KVHints:
             yield len(ended)
 
     def reset(self) -> None:
-        """The blocks are of use to nobody any more: forget what was said of them."""
-        keys = list(self._standings.held)
-        for key in keys:
-            self._standings.forget(key)
-        self._rank(keys)
+        """The blocks are of use to nobody any more: forget what was said of them. Copies that stay
+        in files are not held any more in later steps."""
+        let_go(self._work, *self._standings.clear())
+        for space in self._tiers:
+            self._work.add(Kind.GONE, self, self._rank_again(space, space.held_rows()))
+
+    def _rank_again(self, space: TierSpace, rows: Sequence[int]) -> Work:
+        """Place copies in a tier's order as others, whose blocks nothing is said of any more."""
+        at = 0
+        while at < len(rows):
+            some = rows[at : at + self._work.left(Kind.GONE)]
+            space.reorder(some)
+            at += len(some)
+            yield len(some)
 
     def _keep(self, request: RequestState, tokens: int, standing: int, seconds: float) -> Work:
         """Keep a prompt's full blocks within its first ``tokens``, in order over all groups."""

@@ -234,7 +234,7 @@ class LoadJobs:
         self._state.taken_blocks += len(load.keys)
         self._hits.scheduled(request, external_tokens, load.blocks)
         if load.rest is not None:
-            reads = self._reads(load, load.rest, most)
+            reads = self._reads(load, load.rest, self._within(load, load.rest, most))
         self._work.spend(Kind.LOADS, self._plan_job(load, reads))
         assert load.id is not None
         request.load_job = load.id
@@ -246,7 +246,14 @@ class LoadJobs:
     def _plan_rest(self, load: Load, rest: Rest) -> Work:
         """Plan more of a load that has begun, a job in each step."""
         while rest:
-            yield self._plan_job(load, self._reads(load, rest, self._work.left(Kind.LOADS)))
+            yield self._plan_job(load, self._reads(load, rest, self._within(load, rest, self._work.left(Kind.LOADS))))
+
+    def _within(self, load: Load, rest: Rest, most: int) -> int:
+        """Return how many blocks of a load come within so many looks: one that leaves a copy in
+        memory takes two."""
+        arrival = self._tiers.arrival_tier
+        tiers = load.blocks.tiers[rest.order[rest.planned : rest.planned + most]]
+        return most if arrival is None or (tiers == arrival.tier).all() else max(1, most // 2)
 
     def _find_few(
         self, request: RequestState, stretches: Sequence[tuple[int, int]], block_ids: Sequence[Sequence[int]]
@@ -304,10 +311,10 @@ class LoadJobs:
         return Load(request, blocks, keys, rest)
 
     def _plan_job(self, load: Load, reads: list[Read]) -> int:
-        """Plan a job of these reads, which come next; return how many they are."""
-        self._let_arrive(load, reads)
+        """Plan a job of these reads, which come next; return how many looks they take."""
+        arrived = self._let_arrive(load, reads)
         self._add(load, [read.move for read in reads], [read.detail for read in reads])
-        return len(reads)
+        return len(reads) + arrived
 
     def _add(self, load: Load, moves: list[Move], details: list[MoveDetail]) -> None:
         request = load.request
@@ -361,16 +368,16 @@ class LoadJobs:
             found = [blocks[: self._counts[group]] for blocks, group in zip(found, groups, strict=True)]
         return found
 
-    def _let_arrive(self, load: Load, reads: Sequence[Read]) -> None:
+    def _let_arrive(self, load: Load, reads: Sequence[Read]) -> int:
         """Begin copies in memory of blocks that are read from elsewhere, where admission and room
-        allow.
+        allow; return how many.
 
         The rest goes through staging. A load leaves no more copies than memory has room for: its
         later jobs would evict what the earlier ones have left.
         """
         arrival = self._tiers.arrival_tier
         if arrival is None:
-            return
+            return 0
         # In the order of the prompt: where room is short, as much is kept of every group.
         others = sorted(
             (read for read in reads if read.source not in {None, arrival.tier} and self._may_arrive(read)),
@@ -382,6 +389,7 @@ class LoadJobs:
         if arrived:
             self._copies.begin_arrivals(*zip(*arrived, strict=True))
         load.arrived.update(self._geometry.size_classes[read.group] for read, _ in arrived)
+        return len(arrived)
 
     def _may_arrive(self, read: Read) -> bool:
         """Whether a read may begin a copy: of another's block none where this engine has a row."""

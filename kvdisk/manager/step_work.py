@@ -27,10 +27,12 @@ class Kind(IntEnum):
     HINT_ENDS = auto()
     LOADS = auto()
     REACHED = auto()
+    SAVES = auto()
     LEFT = auto()
     PUT_OFF = auto()
     RECENCY = auto()
     DEMAND = auto()
+    GONE = auto()
     KV_HINTS = auto()
     STANDINGS = auto()
     AGES = auto()
@@ -64,23 +66,27 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.LOADS: Share(2048),
     # What running requests have come to: the step offers it before its plan is made.
     Kind.REACHED: Share(2048),
+    # What preempted requests had: the engine overwrites it soon, from its tail on.
+    Kind.SAVES: Share(1024, cost=2),
     # What ended requests have left on the GPU: the engine may overwrite it soon.
     Kind.LEFT: Share(1024),
     # What a load has brought: each part is counted, then used, then offered.
     Kind.PUT_OFF: Share(1024),
     # Of jobs by key: what was reached, from the tail of each prompt on.
-    Kind.RECENCY: Share(1024),
+    Kind.RECENCY: Share(512),
     # The rest of prompts, whose heads are counted: admission of all below goes by it.
     Kind.DEMAND: Share(512),
+    # What a reset has left, which nobody finds: who needs the room does not wait for it.
+    Kind.GONE: Share(512),
     # Which copies leave first, late, or now.
     Kind.KV_HINTS: Share(256, cost=2),
     Kind.STANDINGS: Share(256, keeps_awake=False, cost=2),
     Kind.AGES: Share(256, cost=8),
     # What nobody needs yet: requests that wait in the queue, KV hints, the next load.
-    Kind.PREFETCH: Share(1024, keeps_awake=False),
-    Kind.ASKED: Share(512, when_silent=False),
-    Kind.FETCHES: Share(512, when_silent=False),
-    Kind.SENDS: Share(1024, when_silent=False),
+    Kind.PREFETCH: Share(768, keeps_awake=False),
+    Kind.ASKED: Share(256, when_silent=False),
+    Kind.FETCHES: Share(256, when_silent=False),
+    Kind.SENDS: Share(768, when_silent=False),
 }
 """The order of a step. No kind waits for ever: each has its own blocks in each step."""
 SPARE_BLOCKS = 2048
@@ -139,9 +145,9 @@ class StepWork:
                 work.close()
 
     def clear(self) -> None:
-        """Forget all work."""
+        """Forget all work, but for what is left of what was forgotten before."""
         for kind in tuple(self._waiting):
-            for owner in tuple(self.owners(kind)):
+            for owner in tuple(self.owners(kind)) if kind is not Kind.GONE else ():
                 self.cancel(owner, kind)
 
     def _taken(self, kind: Kind, owner: object) -> Collection[Work]:

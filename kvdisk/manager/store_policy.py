@@ -33,6 +33,9 @@ class StorePolicy(Protocol):
 
     ``saves_victims``: whether ``preempted`` returns anything. ``offers_all``: whether ``reached``
     returns every block, so that one which follows a block that no tier has is of no use.
+
+    A class may have ``is_told_later``, True: then ``reached`` is called part by part of what a long
+    load has brought, also once the request has ended. Else it is called for all of that at once.
     """
 
     saves_victims: bool = False
@@ -90,7 +93,7 @@ class NoStores(StorePolicy):
 class OnCompute(NoStores):
     """Offers each full block in the step that computes it."""
 
-    offers_all = True
+    offers_all = is_told_later = True
 
     def reached(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> Sequence[int]:  # noqa: ARG002
         """Return all of them."""
@@ -100,7 +103,7 @@ class OnCompute(NoStores):
 class OnPreemption(NoStores):
     """Offers what a preemption would lose, and nothing else: all of the victim's full blocks."""
 
-    saves_victims = True
+    saves_victims = is_told_later = True
 
     def preempted(self, request_id: str, group: int, storable: int) -> Sequence[int]:  # noqa: ARG002
         """Return all of the victim's blocks."""
@@ -120,6 +123,8 @@ class Spillover(NoStores):
     kvdisk follows are offered (an adapter's are not), reached since the last reset. Of these it
     knows the keys last reached, twice as many as the GPU has blocks.
     """
+
+    is_told_later = True
 
     def __init__(self) -> None:
         self._parents: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()

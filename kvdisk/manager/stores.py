@@ -8,10 +8,11 @@ them all. What finds no room is offered again after a back-off. Scheduler thread
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from operator import itemgetter
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, group_of, groups_of, make_block_key
@@ -34,22 +35,24 @@ from kvdisk.messages import Reason
 
 @dataclass(slots=True)
 class _Rest:
-    """Blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks, 0: none.
-    ``positions``: of those that the store policy offers. ``used_at``: from where on a load has just
-    used them. ``tenant``: see ``Catalog.tenants``. ``put_off``: what of them is not counted yet."""
+    """A request's blocks of a group from ``start`` to before ``stop``, and the group's GPU blocks,
+    0: none. ``positions``: of those that the store policy offers; None: it is told part by part.
+    ``used_at``: from where on a load has just used them. ``put_off``: what of them is not counted
+    yet."""
 
+    request: RequestState
     group: int
-    keys: BlockKeys
     blocks: Sequence[int]
-    positions: Collection[int]
+    positions: Collection[int] | None
     start: int
     stop: int
     used_at: int
-    tenant: int
     put_off: Stretch | None = None
 
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
+_STRETCH = 1024
+"""Blocks that are looked at together for whether there are any."""
 
 
 class StorePlanner:
@@ -190,12 +193,15 @@ class StorePlanner:
     ) -> None:
         """Put off blocks. ``used_at``, ``put_off``: as in ``_Rest``."""
         if start < stop:
-            keys, blocks = request.keys[group], request.held_blocks[group]
-            positions: Collection[int] = self._reach(request, group, start, stop)
-            if not isinstance(positions, range):
-                positions = frozenset(positions)  # which of them are in it is asked one by one
-            rest = _Rest(group, keys, blocks, positions, start, stop, used_at, request.tenant, put_off)
-            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest))
+            is_told = not getattr(self._store_policy, "is_told_later", False)  # a user's own may not say it
+            positions = self._reach_some(request, group, start, stop) if is_told else None
+            rest = _Rest(request, group, request.held_blocks[group], positions, start, stop, used_at, put_off)
+            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest, self._losses))
+
+    def _reach_some(self, request: RequestState, group: int, start: int, stop: int) -> Collection[int]:
+        """Return what ``_reach`` does, of which positions are in it can be asked one by one."""
+        positions = self._reach(request, group, start, stop)
+        return positions if isinstance(positions, range) else frozenset(positions)
 
     def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
         """Return the positions of those blocks of a group that the store policy offers now. Whose
@@ -303,35 +309,39 @@ class StorePlanner:
                     self._look_later(request, group.group, request.reached[group.group], stop, stop)
         self.forget(request)
 
-    def _look_at_all(self, rest: _Rest) -> Work:
-        """Go on with blocks that were put off. Those of a GPU that was lost since are only
-        counted."""
-        losses = self._losses
+    def _look_at_all(self, rest: _Rest, losses: int) -> Work:
+        """Go on with blocks that were put off after so many losses of the GPU's blocks. After
+        another one they are only counted."""
+        # Of a unit that the store policy is told of each GPU block is noted.
+        looks = 1 if self._free_units is None else self._geometry.groups[rest.group].gpu_blocks
         while rest.start < rest.stop:
-            start, stop = rest.start, min(rest.stop, rest.start + self._work.left(Kind.PUT_OFF))
+            start, stop = rest.start, min(rest.stop, rest.start + max(1, self._work.left(Kind.PUT_OFF) // looks))
             if rest.put_off is not None:
                 self._demand.go_on(rest.put_off, stop)
             if losses == self._losses:
                 self._look_at(rest, stop)
             rest.start = stop
-            yield stop - start
+            yield (stop - start) * looks
 
     def _look_at(self, rest: _Rest, stop: int) -> None:
         """Use blocks that are counted by now; what no tier has of them is stored while the engine
         has it cached."""
-        start = rest.start
-        keys, used_at = rest.keys[start:stop], min(max(0, rest.used_at - start), stop - start)
+        start, request = rest.start, rest.request
+        of_group = request.keys[rest.group]
+        keys, used_at = of_group[start:stop], min(max(0, rest.used_at - start), stop - start)
+        positions = rest.positions
+        if positions is None:
+            positions = self._reach_some(request, rest.group, start, stop)
         self._use(keys[:used_at])
         self._use(keys[used_at:], are_new=False)
         waiting, presences = {*self._left.keys}, self._catalog.presences(keys)
         at_all = [
             at
             for at, key, presence in zip(range(start, stop), keys, presences, strict=True)
-            if presence == ABSENT and key not in waiting and at in rest.positions
+            if presence == ABSENT and key not in waiting and at in positions
         ]
-        offers = self._offers_of(rest.group, rest.keys, rest.blocks, at_all, rest.tenant)
-        gpu_keys = list(map(rest.keys.of_gpu, offers.positions))
-        offers = offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys)
+        group = self._geometry.groups[rest.group]
+        offers = self._named_on_gpu(group, of_group, rest.blocks, at_all, request.tenant)
         offers = offers.at(self._cached(offers))
         if offers.keys:
             self._leave(self._store(offers, None, self._work.now).unserved)
@@ -373,12 +383,21 @@ class StorePlanner:
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
         self._work.cancel(self)
+        if self._target.dirty is not None:
+            self._target.dirty.awaited.clear()
         self._left = Offers()
         self._losses += 1
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
         if self._free_units is not None:
             self._free_units.clear()
+
+    def keys_changed(self, request: RequestState) -> None:
+        """A request has another prompt: forget what it has computed."""
+        if self._target.dirty is not None:
+            for group in range(len(request.keys)):
+                self._target.dirty.awaited.pop((request.request_id, group), None)
+        self.forget(request)
 
     def forget(self, request: RequestState) -> None:
         """Forget what a request has computed: it has ended, or begins anew."""
@@ -423,7 +442,9 @@ class StorePlanner:
         """Plan the store of what a preempted request has lost; return its job, which is urgent, if
         there is one.
 
-        Its blocks may be somebody else's by now.
+        Its blocks may be somebody else's by now. Of a long prompt the job has the head, and of the
+        tail, which the engine takes first, what it has taken, and what it can take in its next
+        step. Steps save what lies between, from its tail on, while the engine has it cached.
         ``overwritten``: blocks that the step has written to by the time that the job can begin.
         """
         if request.stale or not request.held_blocks:
@@ -433,38 +454,142 @@ class StorePlanner:
             storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
         if self._prompt_only:
             storable_tokens = min(storable_tokens, request.first_prompt_tokens)
-        places: list[tuple[int, int]] = []
-        tables: list[list[int]] = []
+        saved: list[Sequence[int]] = []
         for group in self._geometry.groups:
-            keys = request.keys[group.group]
-            blocks = [0 if block in overwritten else block for block in request.held_blocks[group.group]]
-            self._leave_out_what_has_gone(group, keys, blocks, request.held_tokens)
-            tables.append(blocks)
             storable = self._full_blocks(request, group, storable_tokens)
-            positions = self._store_policy.preempted(request.request_id, group.group, storable)
+            saved.append(self._store_policy.preempted(request.request_id, group.group, storable))
             # Generated tokens too, whose demand was not counted without ``store_decode``.
-            self._demand.reach(request, group.group, max(positions, default=-1) + 1)
-            places += [(group.group, at) for at in positions]
+            self._demand.reach(request, group.group, max(saved[-1], default=-1) + 1)
+        places, later = self._divide(request, saved)
+        offers = self._still_held(self._offers(request, places, request.held_blocks), request, overwritten)
+        self._work.spend(Kind.SAVES, len(offers.keys))
         # Never offered again: they are overwritten before room comes free.
-        offers = self._offers(request, places, tables)
-        request.forget_gpu_blocks()
+        offers = offers._replace(positions=[-1] * len(offers.keys))
         # The copies come before all else of the step: nobody has to watch the blocks.
-        record = self._store(offers._replace(positions=[-1] * len(offers.keys)), request, now, watched=False).record
+        record = self._store(offers, request, now, watched=False).record
+        for group, positions in zip(self._geometry.groups, later, strict=True):
+            if positions:
+                self._await_before(request.request_id, group, request.keys[group.group], positions, len(positions))
+                rest = self._save_rest(request, group, request.held_blocks[group.group], positions, self._losses)
+                self._work.add(Kind.SAVES, (request, group.group), rest)
+        request.forget_gpu_blocks()
         return None if record is None else record.job.id
 
-    def _leave_out_what_has_gone(
-        self, group: GroupGeometry, keys: BlockKeys, blocks: list[int], computed_tokens: int
-    ) -> None:
-        """Set GPU blocks to 0 that the engine may have given away in earlier steps: those that no
-        token reads any more."""
-        if group.reads_all:
-            return
+    def _divide(
+        self, request: RequestState, saved: Sequence[Sequence[int]]
+    ) -> tuple[list[tuple[int, int]], list[Sequence[int]]]:
+        """Return which of a victim's blocks are saved at once, by group and position, and of each
+        group which are later, ascending. ``saved``: of each group all."""
+        groups, step = self._geometry.groups, self._geometry.alignment_tokens
+        most = max(self._work.left(Kind.SAVES), len(groups))
+        if not self._context.caches or sum(map(len, saved)) <= most:
+            return [(group.group, at) for group in groups for at in saved[group.group]], [() for _ in groups]
+        head_tokens = most // sum(step // group.block_tokens for group in groups) * step
+        places: list[tuple[int, int]] = []
+        later: list[Sequence[int]] = []
+        for group, positions in zip(groups, saved, strict=True):
+            first = bisect_left(positions, head_tokens // group.block_tokens)
+            stop = self._safe_until(request, group, positions, first)
+            places += [(group.group, at) for at in chain(positions[:first], positions[stop:])]
+            if not group.reads_all:
+                first = self._held_from(request, group, positions, first, stop)
+            later.append(positions[first:stop])
+        return places, later
+
+    def _safe_until(self, request: RequestState, group: GroupGeometry, positions: Sequence[int], first: int) -> int:
+        """Return up to which of a victim's blocks of a group, from the ``first`` on, the engine has
+        given none away, nor does in its next step. vLLM: it frees the tail first, and gives away
+        what it has freed first."""
+        keys, blocks = request.keys[group.group], request.held_blocks[group.group]
+        stop, size = len(positions), max(1, self._context.step_blocks // group.gpu_blocks)
+        while stop > first:
+            some = positions[max(first, stop - size) : stop]
+            offers = self._named_on_gpu(group, keys, blocks, some, 0)
+            stop = max(first, stop - size)
+            if len(self._cached(offers)) == len(offers.keys):
+                break
+        return stop
+
+    def _held_from(
+        self, request: RequestState, group: GroupGeometry, positions: Sequence[int], first: int, stop: int
+    ) -> int:
+        """Return from which on a victim may have had blocks of a window's group. vLLM: it has freed
+        all behind the window, the last first."""
+        each, blocks = group.gpu_blocks, request.held_blocks[group.group]
+        while stop > first:
+            start = max(first, stop - _STRETCH)
+            if not any(blocks[positions[start] * each : (positions[stop - 1] + 1) * each]):
+                break
+            stop = start
+        return stop
+
+    def _named_on_gpu(
+        self, group: GroupGeometry, keys: BlockKeys, blocks: Sequence[int], positions: Sequence[int], tenant: int
+    ) -> Offers:
+        """Return blocks of one group, as ``_offers_of`` does, that nobody may hold on the GPU when
+        they are stored, nor offers again."""
+        offers = self._offers_of(group.group, keys, blocks, positions, tenant)
+        gpu_keys = list(map(keys.of_gpu, offers.positions))
+        return offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys)
+
+    def _still_held(self, offers: Offers, request: RequestState, overwritten: Collection[int]) -> Offers:
+        """Return a victim's blocks without those that are ``overwritten``, and those that the
+        engine may have given away in earlier steps: that no token reads any more."""
         # The table is noted again when the next block is full.
-        most_tokens = (computed_tokens // self._min_block_tokens + 1) * self._min_block_tokens - 1
-        each, behind = group.gpu_blocks, group.first_read(most_tokens) // group.gpu_block_tokens
-        for at in range(min(behind, len(blocks), len(keys) * each)):
-            if blocks[at] and self._context.get_block(blocks[at]).key != keys.of_gpu(at // each)[at % each]:
-                blocks[at] = 0
+        most_tokens = (request.held_tokens // self._min_block_tokens + 1) * self._min_block_tokens - 1
+        behind = [
+            0 if group.reads_all else group.first_read(most_tokens) // group.gpu_block_tokens
+            for group in self._geometry.groups
+        ]
+        if not overwritten and not any(behind):
+            return offers
+        kept: list[int] = []
+        for at, (group, position, blocks) in enumerate(
+            zip(offers.groups, offers.positions, offers.gpu_blocks, strict=True)
+        ):
+            left = max(0, behind[group] - position * len(blocks))
+            named = zip(blocks[:left], request.keys[group].of_gpu(position) if left else (), strict=False)
+            is_there = all(self._context.get_block(block).key == key for block, key in named)
+            if is_there and not any(block in overwritten for block in blocks):
+                kept.append(at)
+        return offers.at(kept)
+
+    def _save_rest(
+        self,
+        request: RequestState,
+        group: GroupGeometry,
+        blocks: Sequence[int],
+        positions: Sequence[int],
+        losses: int,
+    ) -> Work:
+        """Store a victim's blocks of a group from the tail on, while the engine has them cached.
+        ``blocks``: the group's table, as it was. ``losses``: of the GPU's blocks by then: none of
+        them may be stored after another."""
+        keys, end = request.keys[group.group], len(positions)
+        while end and losses == self._losses:
+            # At least as many as the engine may take in its next step.
+            most = max(self._work.left(Kind.SAVES), self._context.step_blocks // group.gpu_blocks)
+            start = max(0, end - most)
+            offers = self._named_on_gpu(group, keys, blocks, positions[start:end], request.tenant)
+            looked = max(1, len(offers.keys))
+            offers = offers.at(self._cached(offers))
+            if offers.keys:
+                self._leave(self._store(offers, None, self._work.now).unserved)
+            end = start
+            self._await_before(request.request_id, group, keys, positions, end)
+            yield looked
+
+    def _await_before(
+        self, request_id: str, group: GroupGeometry, keys: BlockKeys, positions: Sequence[int], end: int
+    ) -> None:
+        """Have those of a victim's blocks that are stored wait in the tier for those before them,
+        of which the first ``end`` come later: nothing is refused behind these meanwhile."""
+        dirty, name = self._target.dirty, (request_id, group.group)
+        if dirty is not None:
+            dirty.awaited.pop(name, None)
+            row = self._catalog.rows_by_key((keys[positions[end - 1]],))[0] if end else NONE
+            if row != NONE:
+                dirty.awaited[name] = row
 
     # -- free blocks ---------------------------------------------------------------------------
 

@@ -7,16 +7,33 @@ from the fastest that has it. What else a further tier needs is in ``docs/decisi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvdisk.blocks import Medium, Tier
+from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.catalog import DROPPED, READY
+from kvdisk.manager.forgotten import ForgottenCopies
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.room import Room
+from kvdisk.manager.step_work import Kind, Work
+
+
+class Cleared(NamedTuple):
+    """What was deleted for an operator: blocks, and the bytes, over all ranks, of the segment that
+    goes with them, 0: none. ``more``: whether the same call may have more to delete."""
+
+    blocks: int = 0
+    segment_bytes: int = 0
+    more: bool = False
 
 
 class TierSpace(Room):
@@ -67,6 +84,10 @@ class TierSpace(Room):
         """Blocks have another standing than before; of one chain the tail comes first."""
         for size_class, alike in self.by_class(rows):
             self._evictors[size_class].standings.reorder(alike)
+
+    def held_rows(self) -> list[int]:
+        """Return the rows whose blocks have a standing here; fast."""
+        return [row for order in self._evictors for row in order.held_rows()]
 
     # -- the life of copies ----------------------------------------------------------------------
 
@@ -142,6 +163,15 @@ class TierSpace(Room):
         if self.dirty is not None:
             self.dirty.ended(rows)
 
+    def clear(self, rows: NDArray[np.intp], up_to: float) -> Cleared:
+        """Discard some of these copies, ``bounds.CLEARED`` at most, of each chain the tail first:
+        those of blocks that have no generation above ``up_to``."""
+        if up_to < math.inf:
+            rows = rows[np.frombuffer(self._catalog.generations, np.uint64)[rows] <= up_to]
+        going: list[int] = rows[::-1][: bounds.CLEARED].tolist()
+        self.discard(*going)
+        return Cleared(len(going), more=len(going) < len(rows))
+
     def unpin(self, rows: Sequence[int]) -> None:
         """Give back one pin of each copy; the last one of a dropped copy ends it."""
         self._catalog.unpin(rows, self.tier)
@@ -154,9 +184,9 @@ class TierSpace(Room):
             self.end(list(dict.fromkeys(dropped)))  # a job by key may have used one twice
 
     def reset(self) -> None:
-        """The weights may have changed: drop the copies, and what was counted."""
+        """The weights may have changed: forget what was counted. Call it before the catalog forgets
+        the keys. What is in files stays for engines that load them."""
         self.admission.reset()
-        self.discard(*self._catalog.kept_in(self.tier))
 
     def _state(self, row: int) -> int:
         return self._catalog.state(row, self.tier)
@@ -172,9 +202,40 @@ class MemorySpace(TierSpace):
         self, parts: Parts, slot_counts: Sequence[int], admission: AdmissionPolicy, tier: Tier = Tier.CPU
     ) -> None:
         super().__init__(parts, tier, admission)
+        self._step_state, self._work = parts.state, parts.work
+        self._forgotten = ForgottenCopies(parts, tier)
         for size_class, count in enumerate(slot_counts):
             if count:
                 self.pool.add_segment(size_class, size_class, count)
+
+    # -- a reset ---------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """See ``TierSpace``. The copies that a job uses end with that, and steps end the others:
+        nobody finds any of them."""
+        super().reset()
+        if self.dirty is not None:
+            self.dirty.clear()
+        self.discard(*self._forgotten.take_all())
+        self._work.cancel(self, Kind.GONE)
+        self._work.add(Kind.GONE, self, self._end_forgotten())
+
+    def _end_forgotten(self) -> Work:
+        while rows := self._forgotten.next(self._work.left(Kind.GONE)):
+            self.end(rows)
+            self._step_state.released += 1
+            yield len(rows)
+
+    def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:
+        rows = self._forgotten.of(size_class, count, tenant)
+        self.end(rows)
+        return len(rows)
+
+    def _free_and_total_bytes(self) -> tuple[int, int]:
+        free, total = super()._free_and_total_bytes()
+        sizes = enumerate(self._geometry.slot_sizes)
+        forgotten = sum(self._forgotten.slots(size_class) * size for size_class, size in sizes)
+        return free + forgotten * self._slots_per_block, total
 
 
 class Tiers:

@@ -137,9 +137,9 @@ def test_an_engine_deletes_what_a_plan_names_and_nothing_that_came_since(quick_p
     nvme = engine.parts.nvme
     segment = next(record.slot.segment for record in engine.parts.index.blocks())
     slots = [record.slot.index for record in engine.parts.index.blocks() if record.slot.segment == segment]
-    assert nvme.let_go(segment, 0) == (0, 0), "all came since"
-    assert nvme.let_go(segment, ranges=[(slots[0], 1)]) == (1, 0), "the segment stays"
-    blocks, segment_bytes = nvme.let_go(segment)
+    assert nvme.let_go(segment, 0) == (0, 0, False), "all came since"
+    assert nvme.let_go(segment, ranges=[(slots[0], 1)]) == (1, 0, False), "the segment stays"
+    blocks, segment_bytes, _ = nvme.let_go(segment)
     assert blocks == len(slots) - 1 and segment_bytes > 0
     serve_until_all_hits(engine)
     assert audit(engine) > 0

@@ -91,11 +91,12 @@ def is_neighbours(slot: Slot | None) -> bool:
 
 def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], BlockKey | None]:
     """Return the parent of each block with a copy in a tier, by epoch and key, but for dropped
-    copies."""
+    copies, and what a reset has left in memory: that leaves in any order."""
     return {
         (catalog.epochs[row], catalog.keys[row]): catalog.parent(row)
         for row in catalog.rows()
         if catalog.state(row, tier) in {CopyState.WRITING, CopyState.READY}
+        and (tier is Tier.NVME or catalog.find(catalog.keys[row]) == row)
     }
 
 
@@ -143,6 +144,7 @@ class WatchedCpuSpace(MemorySpace):
             if catalog.state(row, Tier.CPU) == CopyState.READY
             and catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and not catalog.columns(Tier.CPU).is_of_no_age(row)  # nobody would be served
+            and catalog.find(catalog.keys[row]) == row  # nor from what a reset has left
             and self._geometry.size_classes[group_of(catalog.keys[row])] == size_class
         ]
         before = ready_copies(catalog, Tier.CPU)

@@ -146,6 +146,16 @@ LONG_SIZES = {
 }
 """For steps with low bounds. In "remote" one chain fills the NVMe tier. Its tail alone may leave
 there: what memory has just written to get room."""
+LONG_VICTIMS = {
+    "victims": replace(ON_PREEMPTION, block_count=20, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG),
+    "victims with a window": replace(
+        ON_PREEMPTION_WINDOW, block_count=32, cpu_slots=(6, 10), segment_slots=(4, 6), segments=2, prompts=_LONG
+    ),
+    "victims in units": replace(
+        UNITS_ON_PREEMPTION, block_count=24, cpu_slots=(10,), segment_slots=(6,), segments=2, prompts=_LONG
+    ),
+}
+"""For steps with low bounds, where requests are preempted and saved."""
 QUEUE_SIZES = (QUEUE, QUEUE_WINDOW, QUEUE_REUSE)
 """Requests wait in line, and are read ahead for."""
 ADMISSION_SIZES = (REUSE, REUSE_CPU, NVME_REUSE, LEARNED, BUDGET, NVME_BUDGET)

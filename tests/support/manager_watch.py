@@ -408,6 +408,9 @@ class ManagerWatch(Watch):
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
         owner = self.parts.transfers._records[job.id].request_id
+        if owner is None:  # what of a long prompt a later step saves
+            self._check_still_cached(job, plan)
+            return
         assert owner is not None and owner in preempted and job.id in plan.urgent, "stored, and nobody was preempted"
         request = self.engine.requests[owner]
         computed, table = self.engine.victims[owner]
@@ -423,6 +426,13 @@ class ManagerWatch(Watch):
             held = zip(places[move.key], move.gpu_blocks, strict=True)
             assert all(was in {0, block} for was, block in held), "a block is stored that the victim did not hold"
         self._saved.setdefault(owner, set()).update(move.key for move in job.moves)
+
+    def _check_still_cached(self, job: Job, plan: Plan) -> None:
+        assert self.preempted and job.id not in plan.urgent
+        for move in job.moves:
+            blocks = [self.engine.pool.get_block(block) for block in move.gpu_blocks]
+            assert blocks[-1].key == move.key, "a block is stored under another name than it has"
+            assert all(block.key is not None for block in blocks), "a block is stored that is not all there"
 
     def _check_victim(self, request: FakeRequest, local_tokens: int, answer: int, limit: int | None) -> None:
         """A victim that comes back is promised what was saved of it."""
@@ -553,8 +563,8 @@ class ManagerWatch(Watch):
             pending = parts.manager.has_pending_work(now) and not work.has(Kind.SENDS)
             searches = parts.cpu is not None and work.has(Kind.LEFT)
             # What only looks ends by itself, whatever may be written.
-            searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.KV_HINTS, Kind.AGES)))
-            goes_on = work.has(Kind.ASKED) or parts.manager._loads.unplanned
+            searches |= any(map(work.has, (Kind.PUT_OFF, Kind.DEMAND, Kind.GONE, Kind.KV_HINTS, Kind.AGES)))
+            goes_on = work.has(Kind.ASKED) or work.has(Kind.LOADS)
             idle = not pending or goes_on or searches
             assert idle, "an idle engine steps although nothing may be written"
         if parts.dirty is not None:
@@ -634,7 +644,10 @@ class ManagerWatch(Watch):
                 policy = space._evictors[size_class]._policy
                 told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_so, parent = policy.standing(row), catalog.parent_rows[row]
-                assert is_so in {None, DEMOTED} or told in {is_so, PINNED}
+                is_old = catalog.epochs[row] != self.parts.manager._state.epoch and self.parts.manager._work.has(
+                    Kind.GONE
+                )
+                assert is_so in {None, DEMOTED} or told in {is_so, PINNED} or is_old
                 if is_so == PINNED and parent != NONE and policy.holds(parent):
                     assert policy.standing(parent) == PINNED
 

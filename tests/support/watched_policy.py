@@ -17,6 +17,7 @@ class WatchedPolicy:
     def __init__(self, inner: StorePolicy) -> None:
         self.inner = inner
         self.saves_victims, self.offers_all = inner.saves_victims, inner.offers_all
+        self.is_told_later = getattr(inner, "is_told_later", False)
         self._offered: set[BlockKey] = set()
         """Free blocks that were offered since a request reached them, and not refused."""
 

@@ -200,7 +200,7 @@ def test_an_operator_deletes_what_is_away_too():
     away = filled()
     away.restart_with(1)
     away.watch.must_stay.clear()
-    blocks, file_bytes = away.parts.nvme.let_go(1)
+    blocks, file_bytes, _ = away.parts.nvme.let_go(1)
     assert blocks == 2 and file_bytes > 0
     away.serve("uux")
     assert 1 not in away.files and not away.away

@@ -193,6 +193,7 @@ def test_a_reset_forgets_what_was_said():
     bench = make(8, 8, nvme_admission="all")
     tell(bench, KEPT, KVHint("pin", None, 600.0))
     bench.change_weights()
+    bench.idle()
     for space in (bench.parts.cpu, bench.parts.nvme):
         assert space._evictors[0]._policy.count(PINNED) == 0
     bench.serve(KEPT, cold=True)

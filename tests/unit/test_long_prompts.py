@@ -18,6 +18,8 @@ from kvdisk.manager.requests import BlockKeys, RequestLimits
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import NoStores
 from kvdisk.manager.stores import StorePlanner
+from kvdisk.manager.tiers import TierSpace
+from kvdisk.messages import JobKind, JobResult, Reason, Report
 
 GROUPS = {
     "one group": GEOMETRY,
@@ -215,13 +217,9 @@ def test_of_a_long_hit_is_stored_again_only_what_its_request_lets_be_stored(limi
     assert held == [limit is None or at < limit // 2 for at in range(len(held))]
 
 
-@pytest.mark.parametrize("call", ["clear_memory", "reset"])
-def test_what_memory_gives_up_at_once_ends_at_once_but_for_what_a_job_uses(call, monkeypatch):
-    """Its copies are not changed one by one."""
-    bench = TierBench((LENGTH,), gpu_blocks=2000)
-    bench.serve(prompt_of(0))
-    rows = bench.rows(prompt_of(0))
-    bench.catalog.pin(rows[:1], Tier.CPU)
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many copies each call of the catalog has changed."""
     changes, change = [], Catalog._change
 
     def noted(catalog, some, *to):
@@ -229,12 +227,73 @@ def test_what_memory_gives_up_at_once_ends_at_once_but_for_what_a_job_uses(call,
         change(catalog, some, *to)
 
     monkeypatch.setattr(Catalog, "_change", noted)
-    bench.manager.clear_memory() if call == "clear_memory" else bench.manager.reset(7)
-    assert sorted(changes) == [1, LENGTH // 2 - 1]
+    return changes
+
+
+def test_what_an_operator_clears_of_memory_ends_in_pieces_but_for_what_a_job_uses(monkeypatch, changed):
+    """Its copies are not changed one by one, and what comes meanwhile stays."""
+    monkeypatch.setattr(bounds, "CLEARED", 16)
+    bench = TierBench((LENGTH,), gpu_blocks=2000)
+    bench.serve(prompt_of(0))
+    rows = bench.rows(prompt_of(0))
+    bench.catalog.pin(rows[:1], Tier.CPU)
+    changed.clear()
+    up_to = bench.manager.last_generation
+    assert bench.manager.clear_memory(up_to) == (16, 0, True)
+    assert changed == [16]
+    bench.serve(prompt_of(1, 4))
+    changed.clear()
+    assert bench.manager.clear_memory(up_to) == (16, 0, True)
+    assert bench.manager.clear_memory(up_to) == (8, 0, True)
+    assert changed == [16, 1, 7]
+    assert bench.manager.clear_memory(up_to) == (0, 0, False)
+    assert all(bench.held(prompt_of(1, 4), Tier.CPU))
+    assert bench.manager.clear_memory() == (4, 0, True)
     assert bench.catalog.rows_in(Tier.CPU) == rows[:1]
     assert not any(bench.held(prompt_of(0), Tier.CPU))
     bench.parts.cpu.unpin(rows[:1])
     assert len(bench.catalog) == 0 and bench.parts.cpu.pool.free == bench.parts.cpu.pool.total
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+def test_a_reset_hides_all_at_once_and_steps_end_the_copies(geometry, monkeypatch, changed):
+    """It changes what a job uses, and nothing else, however much there is."""
+    bench = TierBench((7 * LENGTH,), geometry=geometry, gpu_blocks=2000)
+    bench.serve(prompt_of(0))
+    lower_shares(monkeypatch, 4)
+    rows = bench.catalog.rows_in(Tier.CPU)
+    bench.catalog.pin(rows[:1], Tier.CPU)
+    changed.clear()
+    bench.manager.reset(7)
+    assert changed == [1] and hit_of(bench, prompt_of(0)) == 0
+    steps = 0
+    while bench.manager.has_pending_work(bench.now):
+        changed.clear()
+        bench.manager.take_plan(bench.now, idle=True)
+        assert sum(changed) <= 4
+        steps += 1
+    assert steps >= len(rows) // 4 and bench.catalog.rows_in(Tier.CPU) == rows[:1]
+    bench.parts.cpu.unpin(rows[:1])
+    assert len(bench.catalog) == 0 and bench.parts.cpu.pool.free == bench.parts.cpu.pool.total
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_who_stores_after_a_reset_has_the_room_at_once(geometry, share, monkeypatch):
+    """Memory was full, its tenant's share, too; and nothing of before is written to the drive."""
+    slots = (len(geometry.groups) * LENGTH // 2,)
+    how = {} if share is None else {"salt_share": 0.5}
+    bench = TierBench(slots, slots, geometry=geometry, gpu_blocks=2000, nvme_admission="all", min_load_tokens=0, **how)
+    bench.serve(prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.GONE)
+    bench.change_weights()
+    assert bench.parts.dirty is not None and not bench.parts.dirty.total
+    assert len(bench.catalog.rows_in(Tier.CPU)) > 8
+    bench.add(prompt_of(0)[: LENGTH // 2], finishing=False)
+    for _ in range(2):
+        bench.step(LENGTH)
+    assert all(bench.held(prompt_of(0)[: LENGTH // 2], Tier.CPU))
+    assert hit_of(bench, prompt_of(0)) == LENGTH // 2
 
 
 class Counted(list[int]):
@@ -272,7 +331,7 @@ def test_what_a_policy_of_the_users_own_lists_is_gone_through_once(monkeypatch):
     bench.add(text, finishing=False)
     while not bench.manager._work.has(Kind.PUT_OFF):
         bench.step(8)
-    bench.manager.clear_memory()
+    bench.manager._clear_all_memory()
     for _ in range(LENGTH):
         bench.step(8)
     held = bench.held(text, Tier.CPU)[4:-1]  # of what no step had looked at, nor computed
@@ -350,3 +409,163 @@ def test_the_demand_of_a_long_hit_is_counted_in_steps_and_whole(monkeypatch):
     *loaded, computed = (history.known(key)[0] for key in keys_of(text))
     assert set(loaded) == {2} and computed == 1, "never more than what it followed then"
     assert history.now == before + LENGTH // 2
+
+
+def victim_of(bench: TierBench, prompt: str) -> int:
+    """Have a prompt computed whole, and its request preempted in the next step; return how many
+    blocks it had."""
+    request = bench.come(prompt, 400, finishing=False)
+    while request.computed <= len(prompt):
+        bench.step(8)
+    blocks = sum(len(list(filter(None, table))) for table in request.table)
+    bench.engine.running.remove(request)
+    bench.engine._preempt(request)
+    bench.engine._preempted.append(request.id)
+    bench.engine.waiting.remove(request)  # it waits for long
+    return blocks
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each call of the store planner has offered."""
+    offered, store = [], StorePlanner._store
+
+    def noted(planner, offers, *rest, **also):
+        offered.append(len(offers.keys))
+        return store(planner, offers, *rest, **also)
+
+    monkeypatch.setattr(StorePlanner, "_store", noted)
+    return offered
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+def test_of_a_long_victim_each_step_saves_a_part_and_at_last_all_is_saved(tiers, geometry, monkeypatch, stored):
+    """In memory and on NVMe, though its tail is stored before what it follows."""
+    slots = (len(geometry.groups) * LENGTH,)
+    bench = TierBench(
+        **dict.fromkeys(tiers, slots),
+        geometry=geometry,
+        gpu_blocks=2000,
+        min_load_tokens=0,
+        store_policy="on_preemption",
+        nvme_admission="all",
+    )
+    while "nvme_slots" in tiers and not bench.parts.nvme.free_slots(0):
+        bench.parts.nvme.make_room(bench.engine.now, [1])
+        bench.step()
+    blocks = victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 14, Kind.SAVES)
+    bench.manager._stores._context.step_blocks = 6
+    stored.clear()
+    bench.step(8)
+    at_once = stored[0]
+    assert 0 < at_once < blocks - 14
+    bench.idle()
+    assert max(stored) <= 14 + 6 * len(geometry.groups)
+    for tier in Tier.CPU, Tier.NVME:
+        if tier in bench.catalog.tiers:
+            assert all(bench.held(prompt_of(0), tier)), f"some never came to {tier}"
+    assert hit_of(bench, prompt_of(0)) == LENGTH
+
+
+def test_what_the_engine_has_taken_of_a_long_victim_is_saved_at_once_however_much_that_is(monkeypatch, stored):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0, store_policy="on_preemption")
+    victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.SAVES)
+    (request,) = bench.manager._requests.values()
+    for block in list(request.held_blocks[0])[-20:]:
+        bench.engine.pool.get_block(block).key = None  # as when it is another's by now
+    stored.clear()
+    bench.step(8)
+    assert stored[0] == 4 + 20 + bench.engine.pool.step_blocks + (-20 % bench.engine.pool.step_blocks)
+    bench.idle()
+    assert hit_of(bench, prompt_of(0)) == LENGTH
+
+
+@pytest.mark.parametrize("lost", ["a reset", "the GPU"])
+def test_of_a_long_victim_nothing_is_saved_once_its_blocks_may_be_wrong(lost, monkeypatch, stored):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0, store_policy="on_preemption")
+    victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.SAVES)
+    bench.step(8)
+    bench.manager.reset(7) if lost == "a reset" else bench.manager.lose_gpu()
+    stored.clear()
+    for _ in range(4):
+        bench.manager.take_plan(bench.now, idle=True)
+    assert not any(stored) and not bench.manager._work.has(Kind.SAVES)
+
+
+@pytest.mark.parametrize("geometry", GROUPS.values(), ids=GROUPS)
+def test_what_is_read_ahead_for_a_long_prompt_is_found_in_steps(geometry, monkeypatch):
+    """Each makes some of its keys, and at last all of it is in memory; what was there counts as
+    used, and so is there still."""
+    slots = (2 * len(geometry.groups) * LENGTH,)
+    bench = TierBench(
+        slots, slots, geometry=geometry, gpu_blocks=2000, min_load_tokens=0, most_running=1, nvme_admission="all"
+    )
+    while not bench.parts.nvme.free_slots(0):
+        bench.parts.nvme.make_room(bench.engine.now, [1])
+        bench.step()
+    bench.serve(prompt_of(0))
+    bench.parts.cpu.discard(*bench.rows(prompt_of(0))[8:][::-1])
+    bench.engine.pool.forget_all()
+    bench.come(prompt_of(1, 4), 400, finishing=False)  # it runs, and the other one waits
+    bench.step(8)
+    lower_shares(monkeypatch, 2, Kind.PREFETCH, Kind.DEMAND)
+    monkeypatch.setattr(prefix_match, "_SPAN", 4)
+    bench.add(prompt_of(0))
+    made, make, each = 0, BlockKeys.__getitem__, []
+
+    def noted(keys, at):
+        nonlocal made
+        found = make(keys, at)
+        made += len(found) if isinstance(at, slice) else 1
+        return found
+
+    monkeypatch.setattr(BlockKeys, "__getitem__", noted)
+    for _ in range(8 * LENGTH):
+        made = 0
+        bench.manager._work.run(bench.now, Kind.PREFETCH)
+        bench.manager._work.end_step()
+        each.append(made)
+        bench.step(1)
+        if all(bench.held(prompt_of(0), Tier.CPU)[:-1]):
+            break
+    assert all(bench.held(prompt_of(0), Tier.CPU)[:-1])  # the last one is computed
+    windows = 8 * (len(geometry.groups) - 1)
+    assert max(each) <= 4 * 2 * 4 + windows and sum(map(bool, each)) > LENGTH // 2 // 8
+
+
+@pytest.mark.parametrize(("tier", "most"), [(Tier.CPU, 8), (Tier.NVME, 4)])
+def test_a_step_loads_half_as_many_blocks_that_leave_a_copy_in_memory(tier, most, monkeypatch):
+    bench = TierBench((LENGTH,), (LENGTH,), gpu_blocks=2000, min_load_tokens=0, nvme_admission="all", prefetch=False)
+    while not bench.parts.nvme.free_slots(0):
+        bench.parts.nvme.make_room(bench.engine.now, [1])
+        bench.step()
+    bench.serve(prompt_of(0))
+    if tier is Tier.NVME:
+        bench.parts.cpu.discard(*bench.rows(prompt_of(0))[::-1])
+    bench.engine.pool.forget_all()
+    lower_shares(monkeypatch, 8, Kind.LOADS)
+    bench.add(prompt_of(0))
+    jobs: list[int] = []
+    while bench.engine.requests:
+        jobs += [len(job.moves) for job in bench.step(LENGTH).jobs if job.kind is JobKind.LOAD]
+    assert max(jobs) == most and sum(jobs) == LENGTH // 2 - 1
+
+
+def test_copies_that_a_load_has_found_bad_are_dropped_together(monkeypatch):
+    bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0)
+    bench.serve(prompt_of(0))
+    rows = bench.rows(prompt_of(0))
+    hashes = [prompt_of(0)[:end].encode() for end in range(2, LENGTH + 1, 2)]
+    bench.manager.new_request("asks", hashes, LENGTH)
+    assert bench.manager.lookup("asks", 0, LENGTH + 1, bench.now) == LENGTH
+    bench.manager.plan_load("asks", 0, LENGTH, [list(range(1, LENGTH // 2 + 1))])
+    (job,) = bench.manager.take_plan(bench.now, idle=True).jobs
+    dropped, discard = [], TierSpace.discard
+    monkeypatch.setattr(TierSpace, "discard", lambda space, *some: dropped.append(len(some)) or discard(space, *some))
+    failed = dict.fromkeys(range(1, len(job.moves)), Reason.CHECKSUM)
+    bench.manager.settle(Report({job.id: JobResult(failed=failed)}), bench.now, 0)
+    assert dropped == [LENGTH // 2 - 1] and bench.catalog.rows_in(Tier.CPU) == rows[:1]

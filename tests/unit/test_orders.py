@@ -26,6 +26,7 @@ from kvdisk.device.orders import (
 )
 from kvdisk.device.store import Store
 from kvdisk.mailbox import Mailbox
+from kvdisk.manager.tiers import Cleared
 from kvdisk.orders import Orders
 
 DAY_S = 86_400.0
@@ -45,17 +46,17 @@ class Engine:
     def __init__(self, home: Home) -> None:
         self.home = home
         self.asked = 0
-        manager: Any = SimpleNamespace(clear_memory=lambda: 0)
+        manager: Any = SimpleNamespace(last_generation=5, clear_memory=lambda _: Cleared())
         nvme: Any = SimpleNamespace(segments=SimpleNamespace(specs={7: None}), let_go=self.let_go)
         self.mailbox = Mailbox()
         self.orders = Orders(home, manager, nvme, self.mailbox)
         self.orders.look()
         assert not self.mailbox.rest()
 
-    def let_go(self, segment: int) -> tuple[int, int]:
+    def let_go(self, segment: int) -> Cleared:
         assert segment == 7
         self.asked += 1
-        return 3, 100
+        return Cleared(3, 100)
 
     def answer_to(self, request: Request) -> Answer:
         write_request(self.home.path, request)

@@ -44,13 +44,23 @@ def test_of_a_victim_what_the_window_has_passed_is_looked_at_block_by_block(benc
     """At 15 tokens it reads from the eighth on: the second unit begins before that."""
     request = bench.add("aabbccddeeffggz")
     bench.step()
-    stores, keys = bench.manager._stores, bench.manager._requests[request.id].keys[1]
-    table = list(request.table[1])
-    bench.engine.pool.forget(table[lost])
-    stores._leave_out_what_has_gone(GEOMETRY.groups[1], keys, table, 14)
-    assert (table[lost] == 0) == (lost < 3), "what is read is the victim's own"
-    (found,) = stores._gpu_blocks(1, table, (lost // 2,))
-    assert bool(found) == (lost >= 3)
+    stores, state = bench.manager._stores, bench.manager._requests[request.id]
+    bench.engine.pool.forget(request.table[1][lost])
+    offers = stores._offers(state, [(1, 0), (1, 1), (1, 2)], state.held_blocks)
+    kept = stores._still_held(offers, state, ()).positions
+    assert state.held_tokens == 15 and offers.positions == [0, 1, 2]
+    assert (lost // 2 in kept) == (lost >= 3), "what is read is the victim's own"
+    assert [at for at in kept if at != lost // 2] == [at for at in (0, 1, 2) if at != lost // 2]
+
+
+@pytest.mark.parametrize("overwritten", range(5))
+def test_of_a_victim_no_unit_is_saved_a_block_of_which_is_written_to(bench, overwritten):
+    request = bench.add("aabbccddeeffggz")
+    bench.step()
+    stores, state = bench.manager._stores, bench.manager._requests[request.id]
+    offers = stores._offers(state, [(1, 0), (1, 1), (1, 2)], state.held_blocks)
+    kept = stores._still_held(offers, state, {request.table[1][overwritten]}).positions
+    assert kept == [at for at in (0, 1, 2) if at != overwritten // 2]
 
 
 @pytest.mark.parametrize("taken", [1, 2, 3])
