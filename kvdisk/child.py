@@ -41,8 +41,8 @@ _MOST_WAIT_S = 3600.0
 class Pipe:
     """One end of the pipe between a process and its parent: pickles, each behind its length.
 
-    One thread at a time makes all calls. ``has_ended``: whether the other end was found closed;
-    what had come before is still returned.
+    One thread at a time makes all calls but ``wait``. ``has_ended``: whether the other end was
+    found closed; what had come before is still returned.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -92,6 +92,11 @@ class Pipe:
                 raise EOFError
             if left_s <= 0:
                 raise TimeoutError
+
+    def wait(self, wait_s: float) -> None:
+        """Wait up to ``wait_s`` for something to read, or for room for what is to be sent. It
+        changes nothing, so another thread may make other calls meanwhile, but ``close``."""
+        self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0), wait_s)
 
     def has_something(self) -> bool:
         """Whether a message, or the other end's end, can be read now."""

@@ -138,7 +138,8 @@ class _Line(NamedTuple):
 
 
 class MoverProcess:
-    """The parent's end. It has the face of a mover: see ``store.RowMover``. One thread at a time.
+    """The parent's end. It has the face of a mover: see ``store.RowMover``. One thread at a time
+    makes all calls but ``wait``.
 
     ``rows``: see ``SharedRows``; they must live until ``close``. Waits for the start. Raises what
     the process cannot start for: ConfigError, DeviceError.
@@ -199,6 +200,12 @@ class MoverProcess:
         for job_id in report.results:
             self._out.pop(job_id, None)
         return report
+
+    def wait(self, wait_s: float) -> None:
+        """Wait up to ``wait_s`` for something that ``poll`` would return; take nothing of it.
+        Another thread may make other calls meanwhile, but ``close`` and ``kill``."""
+        if self._report.empty and not self._ended:
+            self._child.pipe.wait(wait_s)
 
     def close(self) -> None:
         """Cancel what has not ended; wait for what has begun, for a while, and end the process. No

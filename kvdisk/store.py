@@ -14,7 +14,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
@@ -32,6 +32,7 @@ from kvdisk.identity import Identity
 from kvdisk.manager.block_jobs import Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.copies import Offers
+from kvdisk.manager.erasures import Erasure
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Plan, Reason, Report
@@ -72,7 +73,8 @@ _R = TypeVar("_R")
 logger = logging.getLogger("kvdisk")
 
 ROOM_S = 5.0
-"""How long a put waits for room that is coming, and with which share of the rows at most."""
+"""How long a put that does not say so waits for room that is coming, and with which share of the
+rows at most."""
 ROOM_SHARE = 0.25
 _DRAIN_WAIT_S = 0.05
 
@@ -104,32 +106,51 @@ class ThreadMover:
         report.off = self._parts.mover.is_gone(wait_s)
         return report
 
+    def wait(self, wait_s: float) -> None:
+        self._parts.mover.wait_any(wait_s)
+
     def close(self) -> None:
         self._parts.close()
 
 
 _NONE = Offers()
+_ALL = make_block_key(b"", 0)
+"""Stands for all blocks in the job that deletes them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``offers``:
-    those of a put that are not planned yet. ``records``: what was planned, and the position of each
-    move. ``is_new``: no step has looked at it. ``is_void``: it ends as CANCELLED."""
+    """What was asked for with a tag. ``results``: of its blocks, None: not known yet. ``wait_s``:
+    see ``put``. ``offers``: those of a put that are not planned yet. ``records``: what was planned,
+    and the position of each move. ``erasure``: of a deletion. ``is_new``: no step has looked at it.
+    ``is_void``: it ends as CANCELLED."""
 
     tag: int
     keys: Sequence[BlockKey]
     asked_s: float
     results: list[Result | None]
+    wait_s: float | None = None
     offers: Offers = _NONE
     records: list[tuple[JobRecord, Sequence[int]]] = field(default_factory=list)
+    erasure: Erasure | None = None
     is_new: bool = True
     is_void: bool = False
+
+    @property
+    def room_s(self) -> float:
+        """How long it waits for room."""
+        return ROOM_S if self.wait_s is None else self.wait_s
 
     def note(self, positions: Iterable[int], result: Result | None) -> None:
         """These blocks have ended so; None: not yet."""
         for at in positions:
             self.results[at] = result
+
+    def give_up(self, keys: Collection[BlockKey]) -> None:
+        """Do not put these blocks, as far as they wait for room."""
+        are_kept = [key not in keys for key in self.offers.keys]
+        self.note(compress(self.offers.positions, map(operator.not_, are_kept)), Result.CANCELLED)
+        self.offers = self.offers.at(list(compress(count(), are_kept)))
 
     def take_ended(self, is_under_way: Callable[[JobRecord], bool]) -> list[tuple[JobRecord, Sequence[int]]]:
         """Return what was planned and has ended, and forget it."""
@@ -174,6 +195,8 @@ class BlockStore(BlockStoreFace):
         self._turn = parts.mailbox.turn
         self._manager = parts.manager
         self._blocks = parts.manager.blocks
+        assert parts.nvme is not None, "a store without memory has a drive, or does not open"
+        self._erasures = parts.manager.blocks.erasures_in(parts.nvme)
         self._mover = mover
         self._jobs: dict[int, _Job] = {}
         """Those that have not ended, by tag, in the order in which they were asked for."""
@@ -287,14 +310,14 @@ class BlockStore(BlockStoreFace):
 
     # -- jobs ------------------------------------------------------------------------------------
 
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
         keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
         assert not any(map(operator.eq, keys, parents)), "no block follows itself"
         self._check(keys, rows)
         self._check([parent for parent in set(parents) - known if parent is not None], [])
-        job = self._new_job(tag, keys)
-        count = len(keys)
+        job, count = self._new_job(tag, keys), len(keys)
+        job.wait_s = wait_s
         job.offers = Offers(keys, parents, (), groups_of(keys), [0] * count, range(count), list(zip(rows, strict=True)))
         if len(known) < count:
             job.offers = job.offers.at(sorted({key: at for at, key in reversed(list(enumerate(keys)))}.values()))
@@ -310,6 +333,26 @@ class BlockStore(BlockStoreFace):
         record, found = self._blocks.load(blocks, arrival)
         if record is not None:
             job.records.append((record, found))
+
+    @_in_turn
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        self._check(keys, [])
+        job = self._new_job(tag, keys)
+        if self._is_off:
+            return
+        for other in self._jobs.values():
+            other.give_up(set(keys))
+        job.erasure, are_there = self._erasures.delete(keys, time.monotonic())
+        job.results = [Result.DONE if is_there else Result.ABSENT for is_there in are_there]
+
+    @_in_turn
+    def clear(self, tag: int) -> None:
+        job = self._new_job(tag, [_ALL])
+        if self._is_off:
+            return
+        for other in self._jobs.values():
+            other.give_up(other.offers.keys)
+        job.erasure, job.results = self._erasures.clear(time.monotonic()), [Result.DONE]
 
     def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
         assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
@@ -343,8 +386,8 @@ class BlockStore(BlockStoreFace):
         return bool(self._jobs or self._questions or self._manager.has_pending_work(now))
 
     def _plan_puts(self, now: float) -> None:
-        """Write what there is room for. The rest waits where room is coming, though not for long,
-        nor with too many rows: others may need these more."""
+        """Write what there is room for. The rest waits where room is coming: as long as its put has
+        said, or not for long and not with too many rows, as others may need these more."""
         left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[int]()
         for job in self._jobs.values():
             if not job.offers.keys:
@@ -355,12 +398,14 @@ class BlockStore(BlockStoreFace):
             job.note(present, Result.PRESENT)
             job.note(answer.refused.positions, Result.REFUSED)
             job.note(answer.unserved.positions, Result.NO_ROOM)
-            kept = self._blocks.waiting(answer)[: left if now - job.asked_s < ROOM_S else 0]
+            kept = self._blocks.waiting(answer) if now - job.asked_s < job.room_s else []
+            if job.wait_s is None:
+                kept = kept[:left]
+                left -= len(kept)
             self._blocks.give_up(len(answer.unserved.keys) - len(kept))
             job.offers, job.is_new = answer.unserved.at(kept), False
             job.note(job.offers.positions, None)
             waiting += job.offers.groups
-            left -= len(kept)
         self._blocks.await_room(waiting)
 
     def poll(self, wait_s: float = 0.0) -> list[Ended]:
@@ -370,6 +415,13 @@ class BlockStore(BlockStoreFace):
                 self._settle(wait_s)
         ended, self._ended = self._ended, []
         return ended
+
+    def wait(self, wait_s: float) -> None:
+        self._mover.wait(wait_s)
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_off
 
     def _settle(self, wait_s: float) -> None:
         """Take in what the mover has finished, and end the jobs of which nothing is left."""
@@ -385,9 +437,20 @@ class BlockStore(BlockStoreFace):
             for record, positions in job.take_ended(self._manager.is_under_way):
                 for at, position in enumerate(positions):
                     job.results[position] = _RESULTS[record.failed[at]] if at in record.failed else Result.DONE
-            if not job.offers.keys and not job.records:
+            if not job.offers.keys and not job.records and self._is_erased(job):
                 del self._jobs[job.tag]
                 self._ended.append(self._end(job))
+
+    def _is_erased(self, job: _Job) -> bool:
+        """Whether what a job deletes is gone for good, or will not be; note the latter."""
+        if job.erasure is None or job.is_void:
+            return True
+        try:
+            return self._erasures.is_over(job.erasure, time.monotonic())
+        except (OSError, TimeoutError) as error:
+            failure = Result.DEADLINE if isinstance(error, TimeoutError) else Result.IO_ERROR
+            job.results = [failure] * len(job.results)
+            return True
 
     def _poll_mover(self, wait_s: float) -> Report:
         """Ask the mover. One that is gone says of all that it had that it was cancelled; that is
@@ -416,7 +479,8 @@ class BlockStore(BlockStoreFace):
 
     def _end(self, job: _Job) -> Ended:
         results = [Result.CANCELLED] * len(job.keys) if job.is_void else self._results_of(job)
-        moved = Counter(groups_of(compress(job.keys, map(Result.DONE.__eq__, results))))
+        are_moved = map(Result.DONE.__eq__, results if job.erasure is None else ())
+        moved = Counter(groups_of(compress(job.keys, are_moved)))
         moved_bytes = sum(self._payload_bytes[group] * count for group, count in moved.items())
         return Ended(job.tag, results, moved_bytes, time.monotonic() - job.asked_s)
 
@@ -440,7 +504,7 @@ class BlockStore(BlockStoreFace):
         dropped = self._manager.held()
         self._manager.reset(epoch)
         self._parts.telemetry.note_reset(epoch, dropped)
-        self._void(self._jobs.values(), also_under_way=False)
+        self._void((job for job in self._jobs.values() if job.erasure is None), also_under_way=False)
         self._questions.clear()
         self._asked.clear()
 

@@ -72,11 +72,13 @@ class Result(IntEnum):
     """What became of one block of a job; a closed list.
 
     Of any job: DONE; IO_ERROR: the drive, or the remote store, failed; DEADLINE: it took longer
-    than ``io_deadline_s``, or ``remote_deadline_s`` there; CANCELLED: ``forget`` or ``close`` came
-    first, or the mover is gone. Of a put: PRESENT: it is there, or being written; REFUSED:
-    admission does not want it; NO_ROOM: none came in time, or the write budget is spent; NO_SPACE:
-    the drive is full. Of a get: ABSENT: it is not there (any more); HEADER, CHECKSUM: other bytes
-    were there than were written, and are dropped.
+    than ``io_deadline_s``, or ``remote_deadline_s`` there; CANCELLED: ``forget``, ``delete``,
+    ``clear`` or ``close`` came first, or the mover is gone. Of a put: PRESENT: it is there, or
+    being written; REFUSED: admission does not want it; NO_ROOM: none came in time, or the write
+    budget is spent; NO_SPACE: the drive is full. Of a get: ABSENT: it is not there (any more);
+    HEADER, CHECKSUM: other bytes were there than were written, and are dropped. Of a deletion:
+    ABSENT: it was not there; IO_ERROR, DEADLINE: it is gone for this process, and the next start
+    may find it.
     """
 
     DONE = 0
@@ -104,7 +106,8 @@ class Ended(NamedTuple):
 
 class RowMover(Protocol):
     """Moves bytes between rows and the drive: on a thread here, or in a process of its own. In a
-    plan's moves, rows stand where GPU blocks stand. One thread calls everything."""
+    plan's moves, rows stand where GPU blocks stand. One thread at a time makes all calls but
+    ``wait``."""
 
     def submit(self, plan: Plan) -> None:
         """Take over a plan; each job is reported once. Does not wait."""
@@ -115,6 +118,10 @@ class RowMover(Protocol):
         nothing more. What it raises is an error of ours: it may still touch rows until it says
         that it is gone, or is closed."""
 
+    def wait(self, wait_s: float) -> None:
+        """Wait up to ``wait_s`` for something that ``poll`` would return, and take nothing of it.
+        Another thread may make other calls meanwhile, but ``close``."""
+
     def close(self) -> None:
         """Cancel what has not ended. Waits for what has begun, however long that takes: no row is
         touched afterwards. Idempotent."""
@@ -124,7 +131,8 @@ StartMover = Callable[[Config, Geometry, Rows], RowMover]
 
 
 class BlockStoreFace(ABC):
-    """Blocks of bytes by key. One thread at a time calls everything; it may be another each time.
+    """Blocks of bytes by key. One thread at a time calls everything but ``wait``; it may be another
+    each time. ``kvdisk.shared_store`` has a store for several.
 
     What a caller does wrong is an assertion: a row, a kind or an epoch that there is not, a tag
     that is in use.
@@ -146,17 +154,34 @@ class BlockStoreFace(ABC):
         its prompt: what is kept and admitted follows it."""
 
     @abstractmethod
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
         """Keep blocks. Their rows must not change until the tag has ended.
 
-        It waits for room that is coming, a few seconds at most. Of a key that comes twice the later
-        is PRESENT.
+        ``wait_s``: how long all of its blocks may wait for room that is coming. None: 5 s, and no
+        more blocks of all such puts together than a quarter of the rows. Of a key that comes twice
+        the later is PRESENT.
         """
 
     @abstractmethod
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
         """Bring blocks into rows, which are the store's until the tag has ended. Verified: what is
         DONE is what was put. ``arrival``: gets of lower ones go first."""
+
+    @abstractmethod
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        """Delete blocks for good: nobody finds them here from now on, nor, once the tag has ended
+        as DONE or ABSENT, after any restart or crash. A result for each key.
+
+        A get under way ends as it would. A put under way leaves nothing, and one that waits for
+        room is CANCELLED. Copies of other engines of the store, and in the remote store, stay:
+        ``ask`` finds these again.
+        """
+
+    @abstractmethod
+    def clear(self, tag: int) -> None:
+        """Delete all that this engine store has, as ``delete`` does, of every epoch; also what
+        nobody can read now. One result, DONE even where nothing was there. Files go some steps
+        later."""
 
     @abstractmethod
     def step(self, now: float) -> bool:
@@ -169,6 +194,17 @@ class BlockStoreFace(ABC):
         for one. After ``close`` it returns what is left. Raises what is an error of ours in what
         moves bytes: the store is off then, and jobs that had begun end when that is gone, or with
         ``close``."""
+
+    @abstractmethod
+    def wait(self, wait_s: float) -> None:
+        """Wait up to ``wait_s`` for something that ``poll`` would take in. Any thread, also while
+        another makes another call; not after ``close`` has begun."""
+
+    @property
+    @abstractmethod
+    def is_off(self) -> bool:
+        """Whether it serves nothing until it is opened again: it is closed, or its mover is
+        gone."""
 
     @abstractmethod
     def forget(self, epoch: int) -> None:

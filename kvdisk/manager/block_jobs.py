@@ -14,10 +14,12 @@ from kvdisk.blocks import BlockKey, Tier, groups_of
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Offers, Read
 from kvdisk.manager.demand import Demand
+from kvdisk.manager.erasures import Erasures
 from kvdisk.manager.fetches import Fetches
 from kvdisk.manager.garbage import uncollected
 from kvdisk.manager.intake import Answer, Intake
 from kvdisk.manager.jobs import JobRecord
+from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.step_work import Kind, Work
@@ -58,6 +60,7 @@ class BlockJobs:
         self.fetches = Fetches(parts, tiers, copies, hints)
         self._class_of = parts.geometry.size_classes
         self._waiting = Counter[int]()
+        self._silence_s = parts.config.io_deadline_s
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -172,6 +175,12 @@ class BlockJobs:
         record.by_key = True
         self.fetches.note_loads([move.key for move in moves if self._hints.remote.tier in move.slots])
         return record, found
+
+    # -- deletion ------------------------------------------------------------------------------
+
+    def erasures_in(self, nvme: NvmeSpace) -> Erasures:
+        """Return what deletes blocks of a tier for good."""
+        return Erasures(self._catalog, self._state, nvme, self._silence_s)
 
     # -- a new epoch ---------------------------------------------------------------------------
 

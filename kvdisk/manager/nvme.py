@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import Slot, Tier
+from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.geometry import segment_file_bytes
 from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
@@ -461,15 +461,18 @@ class NvmeSpace(TierSpace):
     def _drop_segment(self, spec: SegmentSpec) -> None:
         """Take a segment out of service. Its files go when all its slots have come free: when no
         job uses one any more, and the deletion of its records is committed."""
+        self._take_out(spec)
+        self._end_copies()
+        self._hide()
+        self._drop_files()
+
+    def _take_out(self, spec: SegmentSpec) -> None:
         self.segments.in_place.pop(spec.segment, None)
         self.segments.away.pop(spec.segment, None)
         if self.pool.has_segment(spec.segment):
             self.pool.retire_segment(spec.segment)
         self._drops[spec.segment] = False
         self._ending[spec.segment] = None
-        self._end_copies()
-        self._hide()
-        self._drop_files()
 
     def _end_copies(self) -> None:
         """End copies of segments that are being dropped, as many as a step may: a drive that fails
@@ -531,6 +534,35 @@ class NvmeSpace(TierSpace):
             return len(rows), file_bytes * self._geometry.shard_count
         self.discard(*going)
         return len(going), 0
+
+    def let_all_go(self) -> None:
+        """Delete all blocks, and the segments with them; what a job uses ends with that. Nobody
+        finds them from now on. One that is just being opened stays, empty."""
+        for segment in list(self.segments.opening):
+            self.let_go(segment)
+        for spec in [*self.segments.in_place.values(), *self.segments.away.values()]:
+            if spec.segment not in self.segments.opening:
+                self._take_out(spec)
+        self._end_copies()
+        self._hide()
+        self._drop_files()
+
+    @property
+    def ending_segments(self) -> int:
+        """How many segments that are dropped have copies whose deletion is not queued yet."""
+        return len(self._ending)
+
+    @property
+    def index_state(self) -> IndexState:
+        """Whether the index takes new blocks."""
+        return self._index_state
+
+    def delete_records(self, keys: Sequence[tuple[int, BlockKey]]) -> int:
+        """Queue the deletion of records by epoch and key, whether there are any or not. Return the
+        ticket of the last deletion of all. Copies stay, and end as they would: the record is
+        deleted once more then."""
+        self._ticket = self._index.delete(keys)
+        return self._ticket
 
     def stop_writes(self) -> None:
         """Write nothing more until a restart: the next start would not find it. What is there is

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Tier, group_of
 from kvdisk.geometry import EPOCH_LIMIT
@@ -29,6 +29,8 @@ class MemoryBlocks(BlockStoreFace):
         self._coming: set[BlockKey] = set()
         self._asked: list[_Job] = []
         self._begun: list[tuple[_Job, list[Result]]] = []
+        self._deleted: set[tuple[int, BlockKey]] = set()
+        """Tags and keys of puts that had not begun when the block was deleted."""
         self._ended: list[Ended] = []
         self._tags: set[int] = set()
         self._stats = Stats()
@@ -47,7 +49,7 @@ class MemoryBlocks(BlockStoreFace):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
-    def put(self, tag: int, blocks: Sequence[Put]) -> None:
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:  # noqa: ARG002
         assert all(put.key != put.parent for put in blocks), "no block follows itself"
         self._ask_for(tag, blocks)
 
@@ -55,25 +57,52 @@ class MemoryBlocks(BlockStoreFace):
         self._ask_for(tag, blocks)
 
     def _ask_for(self, tag: int, blocks: _Blocks) -> None:
-        assert not self._is_closed, "the store is closed"
-        assert tag not in self._tags, f"tag {tag} is in use"
         keys = [key for block in blocks for key in (block.key, getattr(block, "parent", None)) if key is not None]
-        assert all(len(key) <= MAX_KEY_BYTES for key in keys), "a key has 128 bytes at most"
-        assert all(group_of(key) < len(self._kinds) for key in keys), "a key of a kind that there is not"
+        self._check(tag, keys)
         assert all(0 <= block.row < len(self._memory) for block in blocks), "a row that there is not"
         self._tags.add(tag)
         self._asked.append((tag, blocks, time.monotonic()))
 
+    def _check(self, tag: int, keys: Collection[BlockKey]) -> None:
+        assert not self._is_closed, "the store is closed"
+        assert tag not in self._tags, f"tag {tag} is in use"
+        assert all(len(key) <= MAX_KEY_BYTES for key in keys), "a key has 128 bytes at most"
+        assert all(group_of(key) < len(self._kinds) for key in keys), "a key of a kind that there is not"
+
+    def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
+        self._check(tag, keys)
+        results = [Result.DONE if presence else Result.ABSENT for presence in self.presence(keys)]
+        self._tags.add(tag)
+        self._erase(keys)
+        self._ended.append(Ended(tag, results, 0, 0.0))
+
+    def clear(self, tag: int) -> None:
+        self._check(tag, ())
+        self._tags.add(tag)
+        self._erase({*self._blocks, *self._coming, *(block.key for _, blocks, _ in self._asked for block in blocks)})
+        self._ended.append(Ended(tag, [Result.DONE], 0, 0.0))
+
+    def _erase(self, keys: Collection[BlockKey]) -> None:
+        self._deleted.update((tag, key) for tag, _, _ in self._asked for key in keys)
+        self._coming.difference_update(keys)
+        gone = [key for key in dict.fromkeys(keys) if key in self._blocks]
+        for key in gone:
+            del self._blocks[key]
+        self._note(False, gone)
+
     def step(self, now: float) -> bool:  # noqa: ARG002
         for job in self._asked:
-            self._begun.append((job, list(self._begin(job[1]))))
+            self._begun.append((job, list(self._begin(*job[:2]))))
         self._asked.clear()
+        self._deleted.clear()
         return bool(self._tags)
 
-    def _begin(self, blocks: _Blocks) -> Iterator[Result]:
+    def _begin(self, tag: int, blocks: _Blocks) -> Iterator[Result]:
         for block in blocks:
             if isinstance(block, Get):
                 yield Result.DONE if block.key in self._blocks else Result.ABSENT
+            elif (tag, block.key) in self._deleted:
+                yield Result.CANCELLED
             elif block.key in self._blocks or block.key in self._coming:
                 yield Result.PRESENT
             elif len(self._coming) >= self._most_blocks:
@@ -94,9 +123,18 @@ class MemoryBlocks(BlockStoreFace):
         self._tags.difference_update(each.tag for each in ended)
         return ended
 
+    def wait(self, wait_s: float) -> None:
+        """See ``BlockStoreFace``: what a step has begun can be polled at once."""
+
+    @property
+    def is_off(self) -> bool:
+        return self._is_closed
+
     def _move(self, block: Put | Get) -> Result:
         row = self._memory[block.row, : self._kinds[group_of(block.key)].payload_bytes]
         if isinstance(block, Put):
+            if block.key not in self._coming:  # it was deleted meanwhile
+                return Result.DONE
             self._coming.discard(block.key)
             if len(self._blocks) >= self._most_blocks:
                 leaving = next(iter(self._blocks))

@@ -382,6 +382,97 @@ class BlockStoreConformance(ABC):
             assert get_all(store, keys) == [Result.DONE] * 2
             assert holds(rows, 1, keys[1], KINDS, version=1)
 
+    def test_deletes_blocks(self, tmp_path: Path) -> None:
+        """Those that are named, at once, and each has a result; the others stay, and the same keys
+        can be put again."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            store.delete(5, [keys[2], key_of(99), keys[6], keys[2]])
+            gone = [2, 6]
+            assert [at for at, each in enumerate(store.presence(keys)) if not each] == gone
+            (ended,) = finish(store, 5).values()
+            assert ended.results == [Result.DONE, Result.ABSENT, Result.DONE, Result.DONE]
+            assert ended.moved_bytes == 0
+            found = get_all(store, keys)
+            assert [at for at, each in enumerate(found) if each is Result.ABSENT] == gone
+            assert all(holds(rows, at, key, KINDS) for at, key in enumerate(keys) if at not in gone)
+            again = [keys[2], keys[6]]
+            assert put_all(store, rows, again, version=1) == [Result.DONE] * 2
+            assert get_all(store, again) == [Result.DONE] * 2
+            assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(again))
+            store.delete(6, [])
+            assert finish(store, 6)[6].results == []
+
+    def test_clears_all(self, tmp_path: Path) -> None:
+        """Of every kind, at once; what is put afterwards is kept."""
+        rows = self.make_rows()
+        keys = [key_of(number, number % 2) for number in range(20)]
+        with self.opened(tmp_path, rows) as store:
+            for start in (0, 10):
+                put_all(store, rows, keys[start : start + 10])
+            store.clear(5)
+            assert store.presence(keys) == bytes(20)
+            assert finish(store, 5)[5].results == [Result.DONE]
+            assert get_all(store, keys) == [Result.ABSENT] * 20
+            for at, key in enumerate(keys):
+                rows[at] = content_of(key, 1)
+            store.put(7, [Put(key, None, at) for at, key in enumerate(keys)], wait_s=_SAFETY_S)
+            assert finish(store, 7)[7].results == [Result.DONE] * 20
+            assert get_all(store, keys) == [Result.DONE] * 20
+            assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
+            store.clear(8)
+            store.clear(9)
+            assert {ended.results[0] for ended in finish(store, 8, 9).values()} == {Result.DONE}
+
+    @pytest.mark.parametrize("all_of_it", [True, False])
+    def test_what_is_on_its_way_to_what_is_deleted(self, tmp_path: Path, all_of_it: bool) -> None:
+        """A get under way brings the right bytes; a put, begun or not, leaves nothing, and one that
+        was asked for later is kept."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(8)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            begun, asked = key_of(20), key_of(21)
+            rows[20], rows[21] = content_of(begun), content_of(asked)
+            store.put(2, [Put(begun, keys[7], 20)])
+            store.get(3, [Get(key, 30 + at) for at, key in enumerate(keys)])
+            store.step(time.monotonic())
+            store.put(4, [Put(asked, None, 21)])
+            going = [*keys, begun, asked]
+            if all_of_it:
+                store.clear(5)
+            else:
+                store.delete(5, going)
+            assert store.presence(going) == bytes(10)
+            ended = finish(store, 2, 3, 4, 5)
+            assert ended[4].results == [Result.CANCELLED]
+            for at, (key, result) in enumerate(zip(keys, ended[3].results, strict=True)):
+                assert result in {Result.DONE, Result.ABSENT}
+                assert result is Result.ABSENT or holds(rows, 30 + at, key, KINDS)
+            assert set(ended[5].results) <= {Result.DONE, Result.ABSENT}
+            assert store.presence(going) == bytes(10)
+            store.put(6, [Put(begun, None, 20), Put(asked, None, 21)], wait_s=_SAFETY_S)
+            assert finish(store, 6)[6].results == [Result.DONE] * 2
+            assert get_all(store, [begun, asked]) == [Result.DONE] * 2
+            assert holds(rows, 1, asked, KINDS)
+
+    def test_waits_for_what_a_poll_takes_in(self, tmp_path: Path) -> None:
+        """While a job is out ``wait`` and ``poll`` come to its end, and nothing but a poll takes
+        it."""
+        rows, ended = self.make_rows(), list[Ended]()
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, [key_of(1)])
+            store.get(2, [Get(key_of(1), 1)])
+            store.step(time.monotonic())
+            give_up_s = time.monotonic() + _SAFETY_S
+            while not ended and time.monotonic() < give_up_s:
+                store.wait(1.0)
+                store.wait(1.0)
+                ended += store.poll()
+            assert [(each.tag, each.results) for each in ended] == [(2, [Result.DONE])]
+            assert not store.is_off
+        assert store.is_off
+
     def test_close_ends_every_job(self, tmp_path: Path) -> None:
         """Jobs that were asked for end, and jobs under way; ``poll`` returns each once, also after
         ``close``."""
@@ -403,6 +494,8 @@ class BlockStoreConformance(ABC):
         store.ask([key_of(0)])
         store.reached("late", [key_of(0)])
         store.forget(5)
+        with pytest.raises(AssertionError):
+            store.clear(5)
         store.drain()
         assert store.presence([key_of(0)]) == bytes([Presence.ABSENT])
 

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.drive_blocks import bytes_for, make_room, open_drive
+from support.shared_rows import make_shared_rows
 
 from kvdisk.mover_process import MoverProcess
 from kvdisk.store import BlockKind, Rows
 from kvdisk.store_face import BlockStoreFace
 from kvdisk.testing.memory_blocks import MemoryBlocks
-from kvdisk.testing.store_conformance import ROW_BYTES, ROWS, BlockStoreConformance
+from kvdisk.testing.store_conformance import ROWS, BlockStoreConformance
 
 
 class TestMemoryBlocks(BlockStoreConformance):
@@ -34,14 +32,7 @@ class TestOverAProcess(TestBlockStore):
     """Its mover in a process of its own, over rows that both map."""
 
     def make_rows(self, count: int = ROWS) -> Rows:
-        pitch = ROW_BYTES + 321
-        file = os.memfd_create("rows")
-        os.ftruncate(file, count * pitch)
-        memory = mmap.mmap(file, count * pitch)  # shared; it keeps a descriptor of its own
-        os.close(file)
-        rows = np.frombuffer(memory, np.uint8).reshape(count, pitch)[:, :ROW_BYTES]
-        rows[:] = 1
-        return rows
+        return make_shared_rows(count)
 
     def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
         store = open_drive(path, kinds, memory, bytes_for(kinds, most_blocks), start_mover=MoverProcess)

@@ -386,6 +386,26 @@ def test_a_wait_for_room_is_bounded(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_put_that_says_how_long_waits_with_all_its_rows(tmp_path: Path) -> None:
+    """Those that do not say so share a quarter of the rows, as without it."""
+    rows = make_rows(16)
+    store, mover = stalled_store(tmp_path, rows)
+    for at, key in enumerate(KEYS):
+        rows[at] = content_of(key)
+    store.put(1, [Put(key, None, at) for at, key in enumerate(KEYS[:7])], wait_s=2 * ROOM_S)
+    store.put(2, [Put(key, None, 7 + at) for at, key in enumerate(KEYS[7:])])
+    store.step(time.monotonic())
+    assert store.poll() == []
+    store.step(time.monotonic() + ROOM_S)
+    (ended,) = store.poll()
+    assert (ended.tag, ended.results) == (2, [Result.NO_ROOM] * 5)
+    mover.go()
+    assert finish(store, 1)[1].results == [Result.DONE] * 7
+    store.put(3, [Put(key, None, at) for at, key in enumerate(KEYS)], wait_s=0.0)
+    assert finish(store, 3)[3].results == [Result.PRESENT] * 7 + [Result.DONE] * 5
+    store.close()
+
+
 # -- who is let in -------------------------------------------------------------------------------
 
 

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``SharedStore``: a ``BlockStore`` for several threads, which may wait.
+
+Any thread asks at any time. A question is a direct call. A job is a future, which a thread of the
+store ends. ``Endings`` wakes who waits in ``poll`` or ``select``. docs/LIBRARY.md has an example.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from kvdisk.blocks import BlockKey
+from kvdisk.config import Config
+from kvdisk.errors import NoThread, start_thread
+from kvdisk.store import BlockStore
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows, StartMover
+
+logger = logging.getLogger("kvdisk")
+
+Results = Sequence[Result]
+ROOM_S = 5.0
+"""How long a put waits for room that is coming, unless it says how long."""
+_LOOK_S = 0.01
+"""How often the store's thread steps while a job, a commit or a question is out. What its mover has
+finished wakes it at once."""
+_REST_S = 0.5
+"""How often it steps while there is nothing to do."""
+_ASK_LOOK_S = 0.001
+
+
+class SharedStore:
+    """See the module. It takes a ``BlockStoreFace`` over: nobody else may call that any more.
+
+    Any thread may make any call. No call waits for a drive but ``open``, ``close`` and, for a while
+    that it is told, ``find``. What fails is a ``Result``, also after the store has gone off by an
+    error, or was closed: then each block of a job is CANCELLED, and no block is there. What a
+    caller does wrong raises ValueError, and changes nothing.
+
+    A job is a future. It ends by kvdisk's own deadlines, however long its drive hangs, so who waits
+    needs no other. It cannot be cancelled: until it has ended its rows are the store's. Its
+    callbacks run on the store's thread, or on that of the call: they must not wait for another job.
+    """
+
+    def __init__(self, store: BlockStoreFace, lookup_wait_s: float = 2.0) -> None:
+        """``lookup_wait_s``: how long ``find`` waits if it does not say. Raises NoThread; then the
+        store is closed."""
+        self._store = store
+        self._lookup_wait_s = lookup_wait_s
+        self._lock = threading.Lock()
+        """Held for each call of the store but ``wait`` and ``close``."""
+        self._has_work = threading.Event()
+        self._jobs: dict[int, Future[Results]] = {}
+        self._names = count(1)
+        self._is_off = self._is_ending = False
+        """``_is_off``: no call reaches the store any more."""
+        self._thread = threading.Thread(target=self._run, name="kvdisk-store", daemon=True)
+        try:
+            start_thread(self._thread)
+        except NoThread:
+            store.close()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        namespace: bytes,
+        facts: Mapping[str, Any],
+        kinds: Sequence[BlockKind],
+        memory: Rows,
+        start_mover: StartMover | None = None,
+    ) -> SharedStore:
+        """Open a store; see ``BlockStore.open``. Raises what that raises, and NoThread."""
+        return cls(BlockStore.open(config, namespace, facts, kinds, memory, start_mover), config.lookup_wait_s)
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def put(self, blocks: Sequence[Put], wait_s: float = ROOM_S) -> Future[Results]:
+        """Keep blocks. Their rows must not change until the future is done. ``wait_s``: how long
+        they may wait for room that is coming, such as the first segment of a new store."""
+        return self._begin(len(blocks), lambda tag: self._store.put(tag, blocks, wait_s))
+
+    def get(self, blocks: Sequence[Get], arrival: int = 0) -> Future[Results]:
+        """Bring blocks into rows, which are the store's until the future is done. What is DONE is
+        what was put. What is READY now is not evicted before. ``arrival``: gets of lower ones go
+        first."""
+        return self._begin(len(blocks), lambda tag: self._store.get(tag, blocks, arrival))
+
+    def delete(self, keys: Sequence[BlockKey]) -> Future[Results]:
+        """Delete blocks for good; see ``BlockStoreFace.delete``. Nobody finds them here from now
+        on."""
+        return self._begin(len(keys), lambda tag: self._store.delete(tag, keys))
+
+    def clear(self) -> Future[Results]:
+        """Delete all that this engine store has, for good; see ``BlockStoreFace.clear``. One
+        result."""
+        return self._begin(1, self._store.clear)
+
+    def _begin(self, count: int, ask: Callable[[int], None]) -> Future[Results]:
+        """Ask for a job of so many results, and have it sent at once."""
+        future: Future[Results] = Future()
+        future.set_running_or_notify_cancel()  # so that nobody can cancel it
+        with self._lock:
+            if not self._is_off and not self._is_ending:
+                tag = next(self._names)
+                ask(tag)  # where it raises ValueError, nothing has changed
+                self._jobs[tag] = future
+                self._step()
+                self._has_work.set()
+                return future
+        future.set_result([Result.CANCELLED] * count)
+        return future
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def presence(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return the ``Presence`` of each key. Neither waits nor counts: about a microsecond a
+        key."""
+        with self._lock:
+            return bytes(len(keys)) if self._is_off else self._store.presence(keys)
+
+    def find(self, keys: Sequence[BlockKey], wait_s: float | None = None) -> bytes:
+        """Return the ``Presence`` of each key when the other engines of the store, and the remote
+        store, have answered for what is not here, or have not within ``wait_s`` (None: as the store
+        was told). ``keys``: of one prompt, in its order."""
+        found = self.presence(keys)
+        if found.count(Presence.READY) == len(found):
+            return found
+        until_s = time.monotonic() + (self._lookup_wait_s if wait_s is None else wait_s)
+        with self._lock:
+            if not self._is_off:
+                self._store.ask(keys)
+        while Presence.ASKED in (found := self.presence(keys)) and time.monotonic() < until_s:
+            time.sleep(_ASK_LOOK_S)
+            with self._lock:
+                self._step()
+        return found
+
+    def reached(self, keys: Sequence[BlockKey], request: str | None = None) -> None:
+        """A request wants these blocks, or has used them, in the order of its prompt: what is kept
+        and admitted follows it. Once for each request. ``request``: its name, if it may come again;
+        None: each call is one."""
+        with self._lock:
+            if not self._is_off:
+                self._store.reached(f"of nobody {next(self._names)}" if request is None else request, keys)
+                self._has_work.set()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it serves nothing until it is opened again: it was closed, or an error, which is
+        in the log, has ended it."""
+        return self._is_off or self._is_ending or self._store.is_off
+
+    def forget(self, epoch: int) -> None:
+        """Serve nothing of before, in this process; see ``BlockStoreFace.forget``."""
+        with self._lock:
+            if not self._is_off:
+                self._store.forget(epoch)
+                self._has_work.set()
+
+    def close(self, wait_s: float | None = None) -> bool:
+        """Finish every job that was asked for, commit, and give the store back. New jobs are
+        CANCELLED from now on. Idempotent.
+
+        Waits for the drive: without end, or for ``wait_s``. Return whether it is closed. Where it
+        is not, a drive that hangs may still write to rows, so their memory must stay.
+        """
+        with self._lock:
+            self._is_ending = True
+        self._has_work.set()
+        if threading.current_thread() is not self._thread:  # a callback may say it, and cannot wait
+            self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    # -- the store's thread ------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Take a step of a store that is on; return whether to take another soon. The caller has
+        the lock."""
+        if self._is_off:
+            return False
+        try:
+            return self._store.step(time.monotonic())
+        except Exception:
+            self._note_error()
+            return False
+
+    def _note_error(self) -> None:
+        logger.exception("kvdisk's store goes off until it is opened again: kvdisk has a bug")
+        self._is_off = True
+
+    def _run(self) -> None:
+        """Step and poll until the end; then close."""
+        while not self._is_off and (self._jobs or not self._is_ending):
+            self._has_work.clear()
+            with self._lock:
+                is_busy = self._step()
+                ended = self._poll()
+                are_out = bool(self._jobs)
+            self._end(ended)
+            if are_out and not self._store.is_off:
+                self._store.wait(_LOOK_S)
+            else:
+                self._has_work.wait(_LOOK_S if is_busy or are_out else _REST_S)
+        with self._lock:
+            self._is_off = True
+        try:
+            self._store.close()
+        except Exception:
+            logger.exception("kvdisk's store was not closed in order")
+        self._end(self._take_rest())
+
+    def _poll(self) -> list[tuple[Future[Results], Results]]:
+        """Return the futures of the jobs that have ended. The caller has the lock."""
+        try:
+            return [] if self._is_off else self._take(self._store.poll())
+        except Exception:
+            self._note_error()
+            return []
+
+    def _take(self, ended: Sequence[Ended]) -> list[tuple[Future[Results], Results]]:
+        return [(self._jobs.pop(each.tag), each.results) for each in ended]
+
+    def _take_rest(self) -> list[tuple[Future[Results], Results]]:
+        """Return the futures of all jobs of a closed store."""
+        with self._lock:
+            return self._take(self._store.poll())
+
+    def _end(self, ended: Sequence[tuple[Future[Results], Results]]) -> None:
+        """End futures, without the lock: what they call may ask for more."""
+        for future, results in ended:
+            future.set_result(results)
+
+
+class Endings:
+    """Jobs that have ended, and a descriptor that is readable while there are some.
+
+    For a loop that waits in ``poll``, ``select`` or an event loop. Any thread may make any call. A
+    reader may read the descriptor's counter before ``take``, as of any eventfd. Raises OSError
+    where there is no descriptor left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = deque[tuple[Any, Results]]()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """Return the descriptor, which stays this object's; -1 after ``close``."""
+        return self._fd
+
+    def add(self, name: Any, future: Future[Results]) -> None:
+        """Have ``take`` return a job by this name once it has ended."""
+        future.add_done_callback(lambda ended: self._note(name, ended.result()))
+
+    def _note(self, name: Any, results: Results) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                self._ended.append((name, results))
+                os.eventfd_write(self._fd, 1)
+
+    def take(self) -> list[tuple[Any, Results]]:
+        """Return what has ended since the last call, each job once: its name and its results. Does
+        not wait."""
+        with self._lock:
+            if self._fd >= 0:
+                with suppress(BlockingIOError):  # somebody else may have read it
+                    os.eventfd_read(self._fd)
+            ended = list(self._ended)
+            self._ended.clear()
+            return ended
+
+    def close(self) -> None:
+        """Close the descriptor. What ends later is not noted. Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
