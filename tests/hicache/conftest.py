@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests over SGLang's package: collected where it is on PYTHONPATH, as ``make test-engines`` has
+it."""
+
+from __future__ import annotations
+
+from importlib.machinery import PathFinder
+
+import pytest
+
+_spec = PathFinder.find_spec("sglang")
+HAS_SGLANG = _spec is not None and _spec.origin is not None
+collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Have SGLang compile how it hashes tokens, which takes a while once: a thread of its
+    controller would do it in the first lookup."""
+    if HAS_SGLANG:
+        from sglang.srt.mem_cache.utils import get_hash_str
+
+        import hicache.stand_ins  # noqa: F401
+
+        assert len(get_hash_str(list(range(16)), None, page_size=16)) == 1
+
+
+@pytest.fixture
+def model(tmp_path):
+    from hicache.backends import write_model
+
+    return write_model(tmp_path / "model")
