@@ -17,8 +17,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-import hicache.stand_ins  # noqa: F401  before anything of SGLang
-
 PAGE_TOKENS = 16
 LAYERS, HEADS, HEAD_DIM = 3, 2, 64
 LLAMA = {
@@ -107,8 +105,10 @@ class Backend:
         page: int = PAGE_TOKENS,
         arguments: dict[str, Any] | None = None,
         storage: dict[str, Any] | None = None,
+        kind: str = "dynamic",
         **settings: Any,
     ) -> None:
+        """``kind``: SGLang's name of the backend: ``file`` is its own in files, with tensors."""
         extra = extra_config(store, tensors=tensors, **settings)
         more = {"page_size": page, "tp_size": rank[1], **(arguments or {})}
         set_global_server_args_for_scheduler(arguments_for(model, extra, layout, **more))
@@ -127,11 +127,11 @@ class Backend:
             enable_storage_metrics=True,
             is_page_first_layout=layout == "page_first",
             model_name="a-model",
-            extra_config=json.loads(extra),
+            extra_config=json.loads(extra) | {"file_storage_path": str(store)},
             **(storage or {}),
         )
         self.tensors, self.page = tensors, page
-        self.storage: Any = StorageBackendFactory.create_backend("dynamic", self.config, self.pool)
+        self.storage: Any = StorageBackendFactory.create_backend(kind, self.config, self.pool)
         self.storage.register_mem_pool_host(self.pool)
         for entry in self.group.entries:
             self.storage.register_mem_host_pool_v2(entry.host_pool, entry.name)
@@ -176,7 +176,8 @@ class Backend:
         return int(self.storage.batch_exists(keys, HiCacheStorageExtraInfo()))
 
     def close(self) -> None:
-        self.storage.close()
+        if hasattr(self.storage, "close"):
+            self.storage.close()
 
 
 __all__ = ["Backend", "PoolName", "key_of", "write_model"]

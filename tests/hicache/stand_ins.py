@@ -2,7 +2,7 @@
 """SGLang's package on a machine without a GPU: what stands in for what it imports and this machine
 has not.
 
-``import hicache.stand_ins`` comes before any import of SGLang. Nothing of SGLang's own code is
+The package that this is in imports it before anything of SGLang. Nothing of SGLang's own code is
 replaced but four things, all named here: the package's ``__init__``, which imports the whole front
 end; the pinning of host pools; the memory that SGLang leaves free beside them; and the copies
 between GPU and host memory, which are torch's own on the CPU.

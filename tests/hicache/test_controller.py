@@ -9,10 +9,14 @@ import time
 
 import pytest
 import torch
+from support.drive_blocks import gated_device
+
 from hicache.trees import Tree, extra_config, prompt, write_model
 
 WAYS = [
-    (mla, layout, tensors) for mla in (False, True) for layout, tensors in (("page_first", False), ("layer_first", True))
+    (mla, layout, tensors)
+    for mla in (False, True)
+    for layout, tensors in (("page_first", False), ("layer_first", True))
 ]
 
 
@@ -109,10 +113,12 @@ def test_it_is_attached_and_detached_while_the_server_runs(tmp_path, model):
     attachment = tree.cache._storage_attachment
     assert attachment.detach()[0]
     assert tree.backend is None
-    attached, message = attachment.attach("dynamic", extra.replace('"nvme_bytes": "256MiB"', '"nvme_bytes": "much"'))
-    assert not attached
-    assert "nvme_bytes" in message
-    assert attachment.attach("dynamic", extra) == (True, "Attached HiCache storage backend successfully.")
+    with tree.placed():
+        wrong = extra.replace('"nvme_bytes": "256MiB"', '"nvme_bytes": "much"')
+        attached, message = attachment.attach("dynamic", wrong)
+        assert not attached
+        assert "nvme_bytes" in message
+        assert attachment.attach("dynamic", extra) == (True, "Attached HiCache storage backend successfully.")
     tree.cache.reset()
     assert tree.load(prompt(0, 8)) == len(prompt(0, 8))
     tree.close()
@@ -138,33 +144,22 @@ def test_threads_of_sglang_that_are_busy_at_once(tmp_path, model):
     tree.close()
 
 
-def test_a_hanging_drive_holds_no_thread_longer_than_the_deadline(tmp_path, model, monkeypatch):
-    extra = extra_config(tmp_path / "store", io_deadline_s=1.0, device="posix")
+def test_a_hanging_drive_holds_no_thread_longer_than_the_deadline(tmp_path, model):
+    extra = extra_config(tmp_path / "store", io_deadline_s=1.0)
     tree = Tree(model, extra)
     tree.compute(prompt(0, 8))
     tree.close()
-    released = threading.Event()
-    again = Tree(model, extra)
-    hang_reads(monkeypatch, released)
-    began_s = time.monotonic()
-    assert again.load(prompt(0, 8)) == 0
-    assert time.monotonic() - began_s < 20.0
-    assert all(thread.is_alive() for thread in again.threads)
-    released.set()
-    again.close()
-
-
-def hang_reads(monkeypatch, released):
-    """Have every read of the drive wait until ``released``."""
-    from kvdisk.device import files
-
-    read = files.read_into
-
-    def hang(*arguments, **more):
-        released.wait(60.0)
-        return read(*arguments, **more)
-
-    monkeypatch.setattr(files, "read_into", hang)
+    with gated_device() as device:
+        again = Tree(model, extra)
+        device.plan.hold = True
+        began_s = time.monotonic()
+        assert again.load(prompt(0, 8)) == 0
+        again.compute(prompt(1, 8))
+        assert time.monotonic() - began_s < 20.0
+        assert device.held
+        assert all(thread.is_alive() for thread in again.threads)
+        device.opens.set()
+        again.close()
 
 
 def test_rows_are_torchs_memory(tmp_path, model):

@@ -31,7 +31,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-import hicache.stand_ins  # noqa: F401  before anything of SGLang
 from hicache.backends import LAYERS, PAGE_TOKENS, arguments_for, extra_config, make_device_pool, write_model
 
 WAIT_S = 60.0
@@ -65,7 +64,7 @@ class Tree:
         backend: str = "dynamic",
         **arguments: Any,
     ) -> None:
-        self.weights = weights
+        self.weights, self.group, self.rank = weights, group, rank
         named = {"hicache_storage_backend": backend, "tp_size": rank[1]}
         self.arguments = arguments_for(model, extra, layout, **named | arguments)
         set_global_server_args_for_scheduler(self.arguments)
@@ -86,10 +85,14 @@ class Tree:
         )
         self.cache = UnifiedRadixCache(params=parameters)
         self._requests = 0
-        with get_parallel().override(tp_rank=rank[0], tp_size=rank[1], pp_rank=0, pp_size=1):
+        with self.placed():
             self.cache.init_hicache(self.arguments, parameters)
         # SGLang leaves half of the host pool to what is stored; here loads may have all of it
         self.controller.prefetch_capacity_limit = self.controller.mem_pool_host.size
+
+    def placed(self) -> Any:
+        """Return a context in which SGLang knows which rank this is."""
+        return get_parallel().override(tp_rank=self.rank[0], tp_size=self.rank[1], pp_rank=0, pp_size=1)
 
     @property
     def controller(self) -> Any:
@@ -127,11 +130,14 @@ class Tree:
         self.pump(lambda: not self.cache.ongoing_write_through and not self.cache.ongoing_backup)
 
     def pump(self, is_done: Any, wait_s: float = WAIT_S) -> None:
-        """Do as the scheduler's loop does until something is so."""
+        """Do as the scheduler's loop does until something is so, on all ranks in step."""
         until_s = time.monotonic() + wait_s
         while True:
             self.cache.check_hicache_events()
-            if is_done():
+            is_over = torch.tensor(int(is_done()))
+            if self.group is not None:
+                torch.distributed.all_reduce(is_over, torch.distributed.ReduceOp.MIN, self.group)
+            if is_over:
                 return
             assert time.monotonic() < until_s, "SGLang's threads do not come to an end"
             assert all(thread.is_alive() for thread in self.threads), "a thread of SGLang's has ended"
