@@ -9,6 +9,7 @@ fails is a result, never an exception. docs/LIBRARY.md has an example.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import operator
@@ -18,16 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress, count
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from kvdisk.assembly import SchedulerHalf, assemble_row_worker, assemble_scheduler, check_sizes, warn_of_file_systems
-from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, groups_of, make_block_key
+from kvdisk.blocks import BlockKey, groups_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.errors import ConfigError
-from kvdisk.geometry import EPOCH_LIMIT, FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
+from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
 from kvdisk.identity import Identity
 from kvdisk.manager.block_jobs import Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
@@ -40,6 +40,7 @@ from kvdisk.stats import Stats
 from kvdisk.store_face import (
     BlockKind,
     BlockStoreFace,
+    CallCheck,
     Ended,
     Get,
     Presence,
@@ -48,6 +49,7 @@ from kvdisk.store_face import (
     RowMover,
     Rows,
     StartMover,
+    need,
 )
 from kvdisk.worker.host_memory import Deployment
 
@@ -77,6 +79,7 @@ ROOM_S = 5.0
 rows at most."""
 ROOM_SHARE = 0.25
 _DRAIN_WAIT_S = 0.05
+_CLOSED = "the store is closed"
 
 
 def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
@@ -86,6 +89,13 @@ def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
         for at, kind in enumerate(kinds)
     ]
     return Geometry(share_slots(groups), 1, math.gcd(*(kind.tokens for kind in kinds)))
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(dict(facts))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"facts are JSON values: {error}") from error
 
 
 class ThreadMover:
@@ -184,12 +194,17 @@ class BlockStore(BlockStoreFace):
     """
 
     def __init__(
-        self, config: Config, geometry: Geometry, row_count: int, parts: SchedulerHalf, mover: RowMover
+        self,
+        config: Config,
+        geometry: Geometry,
+        row_count: int,
+        check: CallCheck,
+        parts: SchedulerHalf,
+        mover: RowMover,
     ) -> None:
         self._config = config
         self._payload_bytes = [group.payload_bytes for group in geometry.groups]
-        self._suffixes = {make_block_key(b"", kind) for kind in range(len(geometry.groups))}
-        """What keys end with."""
+        self._check = check
         self._row_count = row_count
         self._parts = parts
         self._turn = parts.mailbox.turn
@@ -227,9 +242,10 @@ class BlockStore(BlockStoreFace):
         ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
         same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
         ``start_mover``: None: a thread of this process. The CPU tier of ``config`` is not used.
-        Waits for the drive. Raises ConfigError, StoreLocked, DeviceError.
+        Waits for the drive. Raises ValueError, ConfigError, StoreLocked, DeviceError.
         """
-        assert len(namespace) == FINGERPRINT_BYTES, "a namespace has 32 bytes"
+        is_name = isinstance(namespace, bytes) and len(namespace) == FINGERPRINT_BYTES
+        need(is_name, f"a namespace has {FINGERPRINT_BYTES} bytes")
         return cls.open_for(config, Identity.certain(namespace, dict(facts)), kinds, memory, start_mover)
 
     @classmethod
@@ -243,11 +259,13 @@ class BlockStore(BlockStoreFace):
     ) -> BlockStore:
         """As ``open``, for a namespace that may become known later: nothing is found or stored
         before."""
-        assert memory.ndim == 2 and memory.dtype == np.uint8 and memory.strides[1] == 1, "rows are rows of bytes"
-        assert memory.flags.writeable, "what is read comes into rows"
-        assert kinds and all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds any block"
+        check = CallCheck(kinds, memory)
+        _check_facts(identity.guess.description)
         if not config.store_dirs:
             raise ConfigError("A block store needs store_dirs and nvme_bytes.")
+        for path in config.store_dirs:  # of a Config that no mapping was read for
+            if not Path(path).is_absolute():
+                raise ConfigError(f"store_dirs must be an absolute path, not {str(path)!r}.")
         if config.device == "gds":
             raise ConfigError("A block store moves rows of host memory, which device 'gds' does not.")
         config = replace(config, cpu_bytes=0, store_policy="on_compute")
@@ -260,7 +278,7 @@ class BlockStore(BlockStoreFace):
         except BaseException:
             parts.close()
             raise
-        store = cls(config, geometry, len(memory), parts, mover)
+        store = cls(config, geometry, len(memory), check, parts, mover)
         while parts.mailbox.rest():
             pass
         return store
@@ -282,6 +300,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def ask(self, keys: Sequence[BlockKey]) -> None:
+        self._check.keys(keys)
         if self._is_off:
             return
         prompt, number = self._blocks.ask(keys), next(self._numbers)
@@ -304,6 +323,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+        self._check.keys(keys)
         if not self._is_off:
             self._manager.note_time(int(time.time()))
             self._blocks.reached(request, keys)
@@ -311,11 +331,9 @@ class BlockStore(BlockStoreFace):
     # -- jobs ------------------------------------------------------------------------------------
 
     def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
+        self._check.puts(blocks)
         keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
-        assert not any(map(operator.eq, keys, parents)), "no block follows itself"
-        self._check(keys, rows)
-        self._check([parent for parent in set(parents) - known if parent is not None], [])
         job, count = self._new_job(tag, keys), len(keys)
         job.wait_s = wait_s
         job.offers = Offers(keys, parents, (), groups_of(keys), [0] * count, range(count), list(zip(rows, strict=True)))
@@ -324,8 +342,8 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
+        self._check.gets(blocks)
         keys = [get.key for get in blocks]
-        self._check(keys, [get.row for get in blocks])
         job = self._new_job(tag, keys)
         if self._is_off or not blocks:
             return
@@ -336,7 +354,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
-        self._check(keys, [])
+        self._check.keys(keys)
         job = self._new_job(tag, keys)
         if self._is_off:
             return
@@ -354,14 +372,10 @@ class BlockStore(BlockStoreFace):
             other.give_up(other.offers.keys)
         job.erasure, job.results = self._erasures.clear(time.monotonic()), [Result.DONE]
 
-    def _check(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
-        assert max(map(len, keys), default=0) <= MAX_KEY_BYTES, "a key has 128 bytes at most"
-        assert {key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not"
-        assert min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not"
-
     def _new_job(self, tag: int, keys: Sequence[BlockKey]) -> _Job:
-        assert not self._is_closed, "the store is closed"
-        assert tag not in self._jobs and all(tag != each.tag for each in self._ended), f"tag {tag} is in use"
+        need(not self._is_closed, _CLOSED)
+        is_free = tag not in self._jobs and all(tag != each.tag for each in self._ended)
+        need(is_free, f"tag {tag} is in use")
         job = self._jobs[tag] = _Job(tag, keys, time.monotonic(), [None] * len(keys))
         return job
 
@@ -369,7 +383,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def step(self, now: float) -> bool:
-        assert not self._is_closed, "the store is closed"
+        need(not self._is_closed, _CLOSED)
         if self._is_off:
             return bool(self._jobs)
         self._parts.mailbox.check()
@@ -498,7 +512,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def forget(self, epoch: int) -> None:
-        assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
+        self._check.epoch(epoch)
         if self._is_off:
             return
         dropped = self._manager.held()

@@ -8,16 +8,17 @@ has one for tests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
+from numbers import Integral
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, make_block_key
 from kvdisk.config import Config
-from kvdisk.geometry import Geometry
+from kvdisk.geometry import EPOCH_LIMIT, Geometry
 from kvdisk.manager.events import Taken
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
@@ -130,12 +131,68 @@ class RowMover(Protocol):
 StartMover = Callable[[Config, Geometry, Rows], RowMover]
 
 
+def need(is_right: bool, what: str) -> None:
+    """Raise ValueError where a caller does something wrong. ``what``: what should be so."""
+    if not is_right:
+        raise ValueError(what)
+
+
+class CallCheck:
+    """What callers may name in a store of these kinds and rows. Every store checks a call by it
+    before the call changes anything. All its methods raise ValueError."""
+
+    def __init__(self, kinds: Sequence[BlockKind], memory: Rows) -> None:
+        is_array = isinstance(memory, np.ndarray) and memory.ndim == 2 and memory.dtype == np.uint8
+        need(is_array and memory.strides[1] == 1, "rows are rows of bytes: an array of uint8 with two dimensions")
+        need(memory.flags.writeable, "what is read comes into rows, so they can be written")
+        need(0 < len(kinds) <= _MOST_KINDS, f"there are 1 to {_MOST_KINDS:,} kinds of blocks")
+        need(all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds a block of any kind")
+        spans = [span for kind in kinds for span in (kind.tokens, kind.window_tokens, kind.state_tokens)]
+        need(all(span is None or span > 0 for span in spans), "a block stands for one token at least")
+        self._row_count = len(memory)
+        self._suffixes = {make_block_key(b"", kind) for kind in range(len(kinds))}
+        """What keys end with."""
+
+    def keys(self, keys: Collection[BlockKey]) -> None:
+        """Check keys."""
+        need(set(map(type, keys)) <= _KEY_TYPES, "a key is bytes")
+        need(max(map(len, keys), default=0) <= MAX_KEY_BYTES, f"a key has {MAX_KEY_BYTES} bytes at most")
+        need({key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not")
+
+    def puts(self, blocks: Sequence[Put]) -> None:
+        """Check blocks to put."""
+        self.keys([block[0] for block in blocks])
+        self.keys([block[1] for block in blocks if block[1] is not None])
+        need(not any(block[0] == block[1] for block in blocks), "no block follows itself")
+        self._rows([block[2] for block in blocks])
+
+    def gets(self, blocks: Sequence[Get]) -> None:
+        """Check blocks to get."""
+        self.keys([block[0] for block in blocks])
+        self._rows([block[1] for block in blocks])
+
+    def _rows(self, rows: Sequence[int]) -> None:
+        are_numbers = set(map(type, rows)) <= _ROW_TYPES or all(isinstance(row, Integral) for row in rows)
+        need(are_numbers, "a row is a number")
+        need(min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not")
+
+    @staticmethod
+    def epoch(epoch: int) -> None:
+        """Check an epoch."""
+        need(0 < epoch < EPOCH_LIMIT, "an epoch that there is not")
+
+
+_MOST_KINDS = 1 << 16
+_KEY_TYPES = {bytes}
+_ROW_TYPES = {int}
+
+
 class BlockStoreFace(ABC):
     """Blocks of bytes by key. One thread at a time calls everything but ``wait``; it may be another
     each time. ``kvdisk.shared_store`` has a store for several.
 
-    What a caller does wrong is an assertion: a row, a kind or an epoch that there is not, a tag
-    that is in use.
+    What a caller does wrong raises ValueError, and changes nothing: a row, a kind or an epoch that
+    there is not, a tag that is in use, a store that is closed. See ``CallCheck``.
     """
 
     @abstractmethod

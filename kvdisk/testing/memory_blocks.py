@@ -6,11 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Tier, group_of
-from kvdisk.geometry import EPOCH_LIMIT
+from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.stats import Stats
-from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store_face import BlockKind, BlockStoreFace, CallCheck, Ended, Get, Presence, Put, Result, Rows, need
 
 _Blocks = Sequence[Put] | Sequence[Get]
 _Job = tuple[int, _Blocks, float]
@@ -21,6 +20,7 @@ class MemoryBlocks(BlockStoreFace):
     ``poll`` ends them."""
 
     def __init__(self, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int = 1 << 20) -> None:
+        self._check = CallCheck(kinds, memory)
         self._kinds = kinds
         self._memory = memory
         self._most_blocks = most_blocks
@@ -42,43 +42,40 @@ class MemoryBlocks(BlockStoreFace):
         return bytes(ready if key in self._blocks else coming if key in self._coming else absent for key in keys)
 
     def ask(self, keys: Sequence[BlockKey]) -> None:
-        """See ``BlockStoreFace``: there are no others."""
+        self._check.keys(keys)
 
     def reached(self, request: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+        self._check.keys(keys)
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
     def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:  # noqa: ARG002
-        assert all(put.key != put.parent for put in blocks), "no block follows itself"
+        self._check.puts(blocks)
         self._ask_for(tag, blocks)
 
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:  # noqa: ARG002
+        self._check.gets(blocks)
         self._ask_for(tag, blocks)
 
     def _ask_for(self, tag: int, blocks: _Blocks) -> None:
-        keys = [key for block in blocks for key in (block.key, getattr(block, "parent", None)) if key is not None]
-        self._check(tag, keys)
-        assert all(0 <= block.row < len(self._memory) for block in blocks), "a row that there is not"
-        self._tags.add(tag)
+        self._take_tag(tag)
         self._asked.append((tag, blocks, time.monotonic()))
 
-    def _check(self, tag: int, keys: Collection[BlockKey]) -> None:
-        assert not self._is_closed, "the store is closed"
-        assert tag not in self._tags, f"tag {tag} is in use"
-        assert all(len(key) <= MAX_KEY_BYTES for key in keys), "a key has 128 bytes at most"
-        assert all(group_of(key) < len(self._kinds) for key in keys), "a key of a kind that there is not"
+    def _take_tag(self, tag: int) -> None:
+        need(not self._is_closed, "the store is closed")
+        need(tag not in self._tags, f"tag {tag} is in use")
+        self._tags.add(tag)
 
     def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
-        self._check(tag, keys)
+        self._check.keys(keys)
+        self._take_tag(tag)
         results = [Result.DONE if presence else Result.ABSENT for presence in self.presence(keys)]
-        self._tags.add(tag)
         self._erase(keys)
         self._ended.append(Ended(tag, results, 0, 0.0))
 
     def clear(self, tag: int) -> None:
-        self._check(tag, ())
-        self._tags.add(tag)
+        self._take_tag(tag)
         self._erase({*self._blocks, *self._coming, *(block.key for _, blocks, _ in self._asked for block in blocks)})
         self._ended.append(Ended(tag, [Result.DONE], 0, 0.0))
 
@@ -91,6 +88,7 @@ class MemoryBlocks(BlockStoreFace):
         self._note(False, gone)
 
     def step(self, now: float) -> bool:  # noqa: ARG002
+        need(not self._is_closed, "the store is closed")
         for job in self._asked:
             self._begun.append((job, list(self._begin(*job[:2]))))
         self._asked.clear()
@@ -162,7 +160,7 @@ class MemoryBlocks(BlockStoreFace):
             self._journal.note(Tier.NVME, stored, keys)
 
     def forget(self, epoch: int) -> None:
-        assert 0 < epoch < EPOCH_LIMIT, "an epoch that there is not"
+        self._check.epoch(epoch)
         self._cancel()
         self._note(False, list(self._blocks))
         self._blocks.clear()
@@ -175,7 +173,8 @@ class MemoryBlocks(BlockStoreFace):
         self._coming.clear()
 
     def drain(self) -> None:
-        self.step(time.monotonic())
+        if not self._is_closed:
+            self.step(time.monotonic())
         ended = self.poll()
         self._tags.update(each.tag for each in ended)
         self._ended = ended

@@ -15,6 +15,8 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvdisk.blocks import BlockKey
 from kvdisk.shared_store import Endings, SharedStore
 from kvdisk.store_face import BlockKind, BlockStoreFace, Get, Presence, Put, Result, Rows
@@ -264,6 +266,25 @@ class SharedStoreConformance(ABC):
             assert all(holds(rows, at, key, KINDS, version=1) for at, key in enumerate(keys))
         assert store.delete(keys).result(0) == [Result.CANCELLED] * 8
         assert store.clear().result(0) == [Result.CANCELLED]
+
+    def test_what_a_caller_does_wrong_is_an_error(self, tmp_path: Path) -> None:
+        """It is a ValueError on the thread of the caller, and the store goes on."""
+        rows, keys = make_rows(), [key_of(number) for number in range(4)]
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(ValueError, match="a row"):
+                store.put([Put(keys[0], None, ROWS)])
+            with pytest.raises(ValueError, match="a row"):
+                store.get([Get(keys[0], -1)])
+            with pytest.raises(ValueError, match="a kind"):
+                store.delete([key_of(1, 2)])
+            with pytest.raises(ValueError, match="a kind"):
+                store.reached([key_of(1, 2)])
+            with pytest.raises(ValueError, match="a kind"):
+                store.find([key_of(1, 2)])
+            with pytest.raises(ValueError, match="epoch"):
+                store.forget(0)
+            assert put_all(store, rows, keys) == [Result.DONE] * 4
+            assert get_all(store, keys) == [Result.DONE] * 4
 
     def test_a_name_counts_once(self, tmp_path: Path) -> None:
         """Asking others and ``reached``, also of blocks that nobody has, change nothing that is

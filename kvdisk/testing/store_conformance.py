@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, P
 KINDS = (BlockKind(10_000, tokens=16), BlockKind(3_000, tokens=16, window_tokens=64))
 ROW_BYTES = 12_345
 ROWS = 64
+_MISUSE = "a row|a key|a kind|epoch|itself|in use|closed"
+"""What an error says of what a caller does wrong."""
 _SAFETY_S = 120.0
 """After so long a test gives up on what should have ended; no test waits for it to pass."""
 
@@ -211,23 +214,23 @@ class BlockStoreConformance(ABC):
 
     @pytest.mark.parametrize("row", [-1, ROWS])
     def test_a_row_that_there_is_not_is_an_error(self, tmp_path: Path, row: int) -> None:
-        """It is an assertion, and no tag is taken."""
+        """It is a ValueError, and no tag is taken."""
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(key_of(1), None, row)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.get(1, [Get(key_of(1), row)])
             assert put_all(store, rows, [key_of(1)]) == [Result.DONE]
 
     def test_a_kind_that_there_is_not_is_an_error(self, tmp_path: Path) -> None:
         """The kind of a block, and that of a parent."""
         with self.opened(tmp_path, self.make_rows()) as store:
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(key_of(1, 2), None, 0)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(key_of(1), key_of(0, 65535), 0)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.get(1, [Get(key_of(1, 2), 0)])
 
     def test_a_key_that_is_too_long_is_an_error(self, tmp_path: Path) -> None:
@@ -235,19 +238,68 @@ class BlockStoreConformance(ABC):
         longest, longer = (make_block_key(bytes(count), 0) for count in (126, 127))
         rows = self.make_rows()
         with self.opened(tmp_path, rows) as store:
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(longer, None, 0)])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.put(1, [Put(longest, longest, 0)])
             assert put_all(store, rows, [longest]) == [Result.DONE]
             assert get_all(store, [longest]) == [Result.DONE]
             assert holds(rows, 0, longest, KINDS)
 
+    @pytest.mark.parametrize("wrong", [key_of(1, 2), make_block_key(bytes(127), 0), b"", "text", None, 5])
+    def test_a_wrong_key_is_an_error_in_every_call(self, tmp_path: Path, wrong: Any) -> None:
+        """One among right ones, too. Nothing is changed, and the store goes on."""
+        rows, keys = self.make_rows(), [key_of(1), key_of(2)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, keys)
+            calls: list[Callable[[], object]] = [
+                lambda: store.put(1, [Put(keys[0], None, 0), Put(wrong, None, 1)]),
+                lambda: store.get(1, [Get(keys[0], 0), Get(wrong, 1)]),
+                lambda: store.delete(1, [keys[0], wrong]),
+                lambda: store.ask([keys[0], wrong]),
+                lambda: store.reached("one", [keys[0], wrong]),
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match="a key"):
+                    call()
+            assert store.poll() == []
+            assert get_all(store, keys, tag=1) == [Result.DONE] * 2
+
+    @pytest.mark.parametrize("row", [1.0, "1", None])
+    def test_a_row_that_is_no_number_is_an_error(self, tmp_path: Path, row: Any) -> None:
+        """The store goes on."""
+        rows = self.make_rows()
+        with self.opened(tmp_path, rows) as store:
+            with pytest.raises(ValueError, match="a row is a number"):
+                store.put(1, [Put(key_of(1), None, 0), Put(key_of(2), None, row)])
+            with pytest.raises(ValueError, match="a row is a number"):
+                store.get(1, [Get(key_of(1), 0), Get(key_of(2), row)])
+            assert put_all(store, rows, [key_of(1), key_of(2)]) == [Result.DONE] * 2
+
+    def test_wrong_rows_and_kinds_are_an_error(self, tmp_path: Path) -> None:
+        """Before anything is opened: then the same directory opens with right ones."""
+        rows = self.make_rows()
+        for memory in (rows[0], rows.astype(np.int8), rows[:, ::2], np.asfortranarray(rows)):
+            with pytest.raises(ValueError, match="rows are rows"):
+                self.open_store(tmp_path, KINDS, memory, 100)  # type: ignore[arg-type]
+        fixed = rows.copy()
+        fixed.setflags(write=False)
+        with pytest.raises(ValueError, match="rows, so"):
+            self.open_store(tmp_path, KINDS, fixed, 100)
+        for kinds in ([], [BlockKind(0)], [BlockKind(-1)], [BlockKind(ROW_BYTES + 1)]):
+            with pytest.raises(ValueError, match="kind"):
+                self.open_store(tmp_path, kinds, rows, 100)
+        for kind in (BlockKind(100, 0), BlockKind(100, 1, 0), BlockKind(100, 1, None, -1)):
+            with pytest.raises(ValueError, match="one token"):
+                self.open_store(tmp_path, [kind], rows, 100)
+        with self.opened(tmp_path, rows) as store:
+            assert put_all(store, rows, [key_of(1)]) == [Result.DONE]
+
     def test_a_tag_in_use_is_an_error(self, tmp_path: Path) -> None:
         """A tag is in use until ``poll`` has returned it."""
         with self.opened(tmp_path, self.make_rows()) as store:
             store.put(1, [])
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.get(1, [])
             finish(store, 1)
             store.get(1, [])
@@ -370,11 +422,11 @@ class BlockStoreConformance(ABC):
 
     @pytest.mark.parametrize("epoch", [-1, 0, 1 << 63, 1 << 64])
     def test_an_epoch_that_there_is_not_is_an_error(self, tmp_path: Path, epoch: int) -> None:
-        """It is an assertion, and forgets nothing; the last one serves like another."""
+        """It is a ValueError, and forgets nothing; the last one serves like another."""
         rows, keys = self.make_rows(), [key_of(1), key_of(2)]
         with self.opened(tmp_path, rows) as store:
             assert put_all(store, rows, keys) == [Result.DONE] * 2
-            with pytest.raises(AssertionError):
+            with pytest.raises(ValueError, match=_MISUSE):
                 store.forget(epoch)
             assert get_all(store, keys) == [Result.DONE] * 2
             store.forget((1 << 63) - 1)
@@ -489,12 +541,12 @@ class BlockStoreConformance(ABC):
         assert ended[3] == [Result.CANCELLED]
         assert store.poll() == []
         store.close()
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match=_MISUSE):
             store.put(4, [])
         store.ask([key_of(0)])
         store.reached("late", [key_of(0)])
         store.forget(5)
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match=_MISUSE):
             store.clear(5)
         store.drain()
         assert store.presence([key_of(0)]) == bytes([Presence.ABSENT])

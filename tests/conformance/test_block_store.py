@@ -12,7 +12,7 @@ from kvdisk.mover_process import MoverProcess
 from kvdisk.store import BlockKind, Rows
 from kvdisk.store_face import BlockStoreFace
 from kvdisk.testing.memory_blocks import MemoryBlocks
-from kvdisk.testing.store_conformance import ROWS, BlockStoreConformance
+from kvdisk.testing.store_conformance import KINDS, ROWS, BlockStoreConformance
 
 
 class TestMemoryBlocks(BlockStoreConformance):
@@ -22,7 +22,7 @@ class TestMemoryBlocks(BlockStoreConformance):
 
 class TestBlockStore(BlockStoreConformance):
     def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
-        store = open_drive(path, kinds, memory, bytes_for(kinds, most_blocks))
+        store = open_drive(path, kinds, memory, bytes_for(KINDS, most_blocks))
         make_room(store)
         return store
 
@@ -35,6 +35,6 @@ class TestOverAProcess(TestBlockStore):
         return make_shared_rows(count)
 
     def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
-        store = open_drive(path, kinds, memory, bytes_for(kinds, most_blocks), start_mover=MoverProcess)
+        store = open_drive(path, kinds, memory, bytes_for(KINDS, most_blocks), start_mover=MoverProcess)
         make_room(store)
         return store

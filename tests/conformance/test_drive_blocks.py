@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.drive_blocks import FACTS, NAMESPACE, bytes_for, gated_device, make_room, open_drive
@@ -558,6 +559,52 @@ def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, settings: dict[st
     values = {} if "cpu_bytes" in settings else {"store_dirs": str(tmp_path), "nvme_bytes": "1GiB"}
     with pytest.raises(ConfigError, match=said):
         BlockStore.open(Config.from_mapping(values | settings), NAMESPACE, {}, KINDS, make_rows())
+
+
+@pytest.mark.parametrize("namespace", [b"", bytes(31), "a" * 32])
+def test_a_wrong_namespace_is_an_error(tmp_path: Path, namespace: Any) -> None:
+    config = Config.from_mapping({"store_dirs": str(tmp_path / "store"), "nvme_bytes": PLENTY})
+    with pytest.raises(ValueError, match="a namespace has 32 bytes"):
+        BlockStore.open(config, namespace, FACTS, KINDS, make_rows())
+    with pytest.raises(ValueError, match="facts are JSON values"):
+        BlockStore.open(config, NAMESPACE, {"model": {1, 2}}, KINDS, make_rows())
+    assert not (tmp_path / "store").exists()
+
+
+def test_relative_directories_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a ``Config`` that was made without a mapping; nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for directory in (Path("store"), "store"):
+        config = Config(store_dirs=(directory,), nvme_bytes=PLENTY)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="store_dirs must be an absolute path, not 'store'"):
+            BlockStore.open(config, NAMESPACE, FACTS, KINDS, make_rows())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_misuse_is_an_error_under_optimisation_too(tmp_path: Path) -> None:
+    """``python -O`` has no assertions."""
+    code = f"""
+from kvdisk.testing.store_conformance import *
+from support.drive_blocks import open_drive, make_room
+from pathlib import Path
+assert False, "no assertions here"
+rows = make_rows()
+store = open_drive(Path({str(tmp_path)!r}), KINDS, rows, {PLENTY})
+make_room(store)
+calls = [lambda: store.put(1, [Put(key_of(1), None, ROWS)]), lambda: store.get(1, [Get(key_of(1), -1)]),
+         lambda: store.put(1, [Put(key_of(1, 2), None, 0)]), lambda: store.forget(0),
+         lambda: store.delete(1, [key_of(1, 2)])]
+for call in calls:
+    try:
+        call()
+    except ValueError as error:
+        print("refused")
+print(*[result.name for result in put_all(store, rows, [key_of(1)]) + get_all(store, [key_of(1)])])
+store.close()
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-O", "-c", code], check=True, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["refused"] * 5 + ["DONE"] * 2
 
 
 def test_a_failed_start_gives_the_store_back(tmp_path: Path) -> None:
