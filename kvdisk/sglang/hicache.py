@@ -181,6 +181,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         return found // self._parts
 
     def exists(self, key: str) -> bool:
+        """Return whether a page is there."""
         return self.batch_exists([key]) == 1
 
     @_never_raises(lambda *_, **__: PoolTransferResult(0, {}, []))
@@ -219,9 +220,11 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         return self._put(store, keys, rows.rows_of(host_indices), self._last_of_prefix(extra_info))
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
+        """Return that nothing came, pool by pool: the one pool's pages come by ``batch_get_v1``."""
         return {each.name: _nothing(each.keys or ()) for each in transfers}
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
+        """Return that nothing was stored, likewise."""
         return {each.name: _nothing(each.keys or ()) for each in transfers}
 
     # -- pages as tensors --------------------------------------------------------------------------
@@ -272,9 +275,11 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         return True
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:  # noqa: ARG002
+        """Load a page into a tensor; return it, or None."""
         return self.batch_get([key], [target_location])[0]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:  # noqa: ARG002
+        """Store a page that is a tensor; return whether SGLang shall go on."""
         return self.batch_set([key], [value])
 
     # -- the whole store ---------------------------------------------------------------------------

@@ -95,6 +95,7 @@ class StagingRows:
         return rows
 
     def rows_to_get(self, count: int) -> list[int]:
+        """Return rows to get so many pages into."""
         return list(range(STAGING_PAGES, STAGING_PAGES + count))
 
     def take(self, row: int, target: torch.Tensor) -> None:

@@ -19,9 +19,11 @@ class StorageStats:
         """Of each batch its pages, and gigabytes a second."""
 
     def note_loaded(self, pages: int, page_bytes: int, seconds: float) -> None:
+        """A batch was loaded."""
         self._note(self._loaded, pages, page_bytes, seconds)
 
     def note_stored(self, pages: int, page_bytes: int, seconds: float) -> None:
+        """A batch was stored."""
         self._note(self._stored, pages, page_bytes, seconds)
 
     def _note(self, noted: list[tuple[int, float]], pages: int, page_bytes: int, seconds: float) -> None:
