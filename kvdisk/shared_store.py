@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -21,8 +21,9 @@ from typing import Any
 from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
 from kvdisk.errors import NoThread, start_thread
+from kvdisk.stats import Stats
 from kvdisk.store import BlockStore
-from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows, StartMover
+from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows, StartMover, Usage
 
 logger = logging.getLogger("kvdisk")
 
@@ -59,7 +60,9 @@ class SharedStore:
         """Held for each call of the store but ``wait`` and ``close``."""
         self._has_work = threading.Event()
         self._jobs: dict[int, Future[Results]] = {}
-        self._names = count(1)
+        self._tags = count(1)
+        self._told = Stats()
+        """All that the store has counted so far."""
         self._is_off = self._is_ending = False
         """``_is_off``: no call reaches the store any more."""
         self._thread = threading.Thread(target=self._run, name="kvdisk-store", daemon=True)
@@ -111,7 +114,7 @@ class SharedStore:
         future.set_running_or_notify_cancel()  # so that nobody can cancel it
         with self._lock:
             if not self._is_off and not self._is_ending:
-                tag = next(self._names)
+                tag = next(self._tags)
                 ask(tag)  # where it raises ValueError, nothing has changed
                 self._jobs[tag] = future
                 self._step()
@@ -127,6 +130,42 @@ class SharedStore:
         key."""
         with self._lock:
             return bytes(len(keys)) if self._is_off else self._store.presence(keys)
+
+    def longest_prefix(self, keys: Sequence[BlockKey], hold_s: float = 0.0) -> int:
+        """Return how many of the first keys are READY, up to the first that is not, and hold these
+        for so long: see ``hold``."""
+        with self._lock:
+            found = 0 if self._is_off else self._store.longest_prefix(keys)
+            if found and hold_s > 0:
+                self._store.hold(keys[:found], hold_s)
+            return found
+
+    def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        """Keep blocks that are READY from eviction for so long; see ``BlockStoreFace.hold``."""
+        with self._lock:
+            if not self._is_off:
+                self._store.hold(keys, hold_s)
+
+    def keys(self) -> list[BlockKey]:
+        """Return the keys of all blocks that are READY here; see ``BlockStoreFace.keys``."""
+        with self._lock:
+            return [] if self._is_off else self._store.keys()
+
+    def usage(self, salts: Iterable[str] = ()) -> Usage:
+        """Return the bytes that blocks take here, by salt; see ``BlockStoreFace.usage``."""
+        with self._lock:
+            return Usage(0, {}, 0) if self._is_off else self._store.usage(salts)
+
+    def figures(self) -> dict[str, float]:
+        """Return what was counted since the store was opened, and how it is now, by series of
+        docs/METRICS.md; of a histogram ``name.count`` and ``name.sum``."""
+        with self._lock:
+            if not self._is_off:
+                self._told.merge(self._store.stats())
+            samples = self._told.samples.items()
+            found: dict[str, float] = {**self._told.counts, **self._told.gauges}
+            found |= {f"{name}.count": each.count for name, each in samples}
+            return found | {f"{name}.sum": each.total for name, each in samples}
 
     def find(self, keys: Sequence[BlockKey], wait_s: float | None = None) -> bytes:
         """Return the ``Presence`` of each key when the other engines of the store, and the remote
@@ -151,7 +190,7 @@ class SharedStore:
         None: each call is one."""
         with self._lock:
             if not self._is_off:
-                self._store.reached(f"of nobody {next(self._names)}" if request is None else request, keys)
+                self._store.reached(request, keys)
                 self._has_work.set()
 
     # -- the end ---------------------------------------------------------------------------------

@@ -36,8 +36,11 @@ from kvdisk.manager.erasures import Erasure
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.manager.jobs import JobRecord
 from kvdisk.messages import Plan, Reason, Report
+from kvdisk.salts import SaltDigests
 from kvdisk.stats import Stats
 from kvdisk.store_face import (
+    MOST_HOLD_S,
+    MOST_SALTS,
     BlockKind,
     BlockStoreFace,
     CallCheck,
@@ -49,6 +52,7 @@ from kvdisk.store_face import (
     RowMover,
     Rows,
     StartMover,
+    Usage,
     need,
 )
 from kvdisk.worker.host_memory import Deployment
@@ -65,6 +69,7 @@ __all__ = [
     "Rows",
     "StartMover",
     "ThreadMover",
+    "Usage",
     "geometry_of",
     "make_block_key",
 ]
@@ -169,6 +174,30 @@ class _Job:
         return ended
 
 
+class _Salts:
+    """The salts that callers have named, by digest."""
+
+    def __init__(self, digests: SaltDigests) -> None:
+        self._digests = digests
+        self._known: dict[str, int] = {"": 0}
+        """The one that was named last is the last."""
+
+    def digest_of(self, salt: str) -> int:
+        """Return a salt's digest, and remember it."""
+        if not salt:
+            return 0
+        digest = self._known[salt] = self._known.pop(salt, 0) or self._digests.of(salt)
+        if len(self._known) > MOST_SALTS:
+            del self._known[next(each for each in self._known if each)]
+        return digest
+
+    def usage_of(self, found: Mapping[int, int]) -> Usage:
+        """Return what tenants have, by digest, as callers name it."""
+        by_salt = {salt: found[digest] for salt, digest in self._known.items() if digest in found}
+        total = sum(found.values())
+        return Usage(total, by_salt, total - sum(by_salt.values()))
+
+
 def _in_turn(call: Callable[Concatenate[BlockStore, _P], _R]) -> Callable[Concatenate[BlockStore, _P], _R]:
     """Have the manager for one call. Between calls others may: commands that ask a running store
     for something, and its upkeep. Nobody knows which call is the last for long."""
@@ -213,6 +242,7 @@ class BlockStore(BlockStoreFace):
         assert parts.nvme is not None, "a store without memory has a drive, or does not open"
         self._erasures = parts.manager.blocks.erasures_in(parts.nvme)
         self._mover = mover
+        self._salts = _Salts(parts.salts)
         self._jobs: dict[int, _Job] = {}
         """Those that have not ended, by tag, in the order in which they were asked for."""
         self._ended: list[Ended] = []
@@ -299,6 +329,12 @@ class BlockStore(BlockStoreFace):
         )
 
     @_in_turn
+    def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        self._check.keys(keys)
+        if not self._is_off and hold_s > 0:
+            self._manager.hold(keys, min(hold_s, MOST_HOLD_S), time.monotonic())
+
+    @_in_turn
     def ask(self, keys: Sequence[BlockKey]) -> None:
         self._check.keys(keys)
         if self._is_off:
@@ -322,21 +358,22 @@ class BlockStore(BlockStoreFace):
                     del self._asked[key]
 
     @_in_turn
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+    def reached(self, request: str | None, keys: Sequence[BlockKey]) -> None:
         self._check.keys(keys)
         if not self._is_off:
             self._manager.note_time(int(time.time()))
-            self._blocks.reached(request, keys)
+            self._blocks.reached(f"of nobody {next(self._numbers)}" if request is None else request, keys)
 
     # -- jobs ------------------------------------------------------------------------------------
 
     def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
         self._check.puts(blocks)
-        keys, parents, rows = zip(*blocks, strict=True) if blocks else ((), (), ())
+        keys, parents, rows, *salts = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
         job, count = self._new_job(tag, keys), len(keys)
         job.wait_s = wait_s
-        job.offers = Offers(keys, parents, (), groups_of(keys), [0] * count, range(count), list(zip(rows, strict=True)))
+        tenants = [0] * count if not salts or not any(salts[0]) else list(map(self._salts.digest_of, salts[0]))
+        job.offers = Offers(keys, parents, (), groups_of(keys), tenants, range(count), list(zip(rows, strict=True)))
         if len(known) < count:
             job.offers = job.offers.at(sorted({key: at for at, key in reversed(list(enumerate(keys)))}.values()))
 
@@ -555,6 +592,16 @@ class BlockStore(BlockStoreFace):
         if self._journal is None:
             self._journal = self._manager.publish()
         return self._journal.take()
+
+    @_in_turn
+    def keys(self) -> list[BlockKey]:
+        return [] if self._is_off else self._blocks.keys()
+
+    @_in_turn
+    def usage(self, salts: Iterable[str] = ()) -> Usage:
+        for salt in salts:
+            self._salts.digest_of(salt)
+        return self._salts.usage_of({} if self._is_off else self._blocks.bytes_by_tenant())
 
     @_in_turn
     def stats(self) -> Stats:

@@ -8,7 +8,7 @@ has one for tests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from numbers import Integral
 from typing import NamedTuple, Protocol
@@ -22,6 +22,11 @@ from kvdisk.geometry import EPOCH_LIMIT, Geometry
 from kvdisk.manager.events import Taken
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
+
+MOST_HOLD_S = 60.0
+"""What ``BlockStoreFace.hold`` holds at most."""
+MOST_SALTS = 1 << 16
+"""Salts that a store remembers, the last that were named."""
 
 Rows = NDArray[np.uint8]
 """The caller's memory: a row for each block on its way, and each row's bytes beside each other.
@@ -46,11 +51,13 @@ class BlockKind(NamedTuple):
 
 class Put(NamedTuple):
     """A block to keep: the bytes of ``row``. ``parent``: the block before it in its chain, without
-    which nobody asks for it; None: it is the first. A block leaves before its parent does."""
+    which nobody asks for it; None: it is the first. A block leaves before its parent does.
+    ``salt``: whose it is, for ``usage``; "": nobody's. The drive has a digest of it."""
 
     key: BlockKey
     parent: BlockKey | None
     row: int
+    salt: str = ""
 
 
 class Get(NamedTuple):
@@ -93,6 +100,16 @@ class Result(IntEnum):
     NO_SPACE = 8
     DEADLINE = 9
     CANCELLED = 10
+
+
+class Usage(NamedTuple):
+    """Bytes that blocks take, without headers and free room. ``by_salt``: of each salt that was
+    named since the store was opened and has blocks; "": of blocks without one. ``unnamed_bytes``:
+    of salts that were not: the drive has digests, which say no salt."""
+
+    total_bytes: int
+    by_salt: Mapping[str, int]
+    unnamed_bytes: int
 
 
 class Ended(NamedTuple):
@@ -165,6 +182,7 @@ class CallCheck:
         self.keys([block[1] for block in blocks if block[1] is not None])
         need(not any(block[0] == block[1] for block in blocks), "no block follows itself")
         self._rows([block[2] for block in blocks])
+        need(all(isinstance(salt, str) for block in blocks for salt in block[3:]), "a salt is text")
 
     def gets(self, blocks: Sequence[Get]) -> None:
         """Check blocks to get."""
@@ -184,6 +202,7 @@ class CallCheck:
 
 _MOST_KINDS = 1 << 16
 _KEY_TYPES = {bytes}
+_READY = bytes([Presence.READY])
 _ROW_TYPES = {int}
 
 
@@ -200,15 +219,28 @@ class BlockStoreFace(ABC):
         """Return the ``Presence`` of each key. Neither waits nor counts: about a microsecond a
         key."""
 
+    def longest_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many of the first keys are READY, up to the first that is not."""
+        found = self.presence(keys)
+        return len(found) - len(found.lstrip(_READY))
+
+    @abstractmethod
+    def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        """Keep those of some blocks that are READY, and what they follow, from eviction for so
+        long: for MOST_HOLD_S at most, and no more blocks at once than a quarter of the tier
+        (``pin_share``), the heads of chains before their tails. It holds back no ``delete``,
+        ``clear`` or ``max_age_s``, and no drive that fails."""
+
     @abstractmethod
     def ask(self, keys: Sequence[BlockKey]) -> None:
         """Ask the other engines of the store for what is not here. ``keys``: of one prompt, in its
         order. Those are ASKED until an answer, or until ``lookup_wait_s`` is over."""
 
     @abstractmethod
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+    def reached(self, request: str | None, keys: Sequence[BlockKey]) -> None:
         """A request wants these blocks, or has used them. Once for each request, in the order of
-        its prompt: what is kept and admitted follows it."""
+        its prompt: what is kept and admitted follows it. ``request``: its name, where it may come
+        again: it counts once; None: each call is a request of its own."""
 
     @abstractmethod
     def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
@@ -279,6 +311,16 @@ class BlockStoreFace(ABC):
     def changes(self) -> Taken:
         """Return which keys became READY and which went since the last call; the first one begins
         with all that are there."""
+
+    @abstractmethod
+    def keys(self) -> list[BlockKey]:
+        """Return the keys of all blocks that are READY here, in no order: for people and tools, as
+        millions take a second."""
+
+    @abstractmethod
+    def usage(self, salts: Iterable[str] = ()) -> Usage:
+        """Return the bytes that blocks take here, by salt. ``salts``: named by this, as if by a
+        put. The first call counts all blocks: about a second for some millions."""
 
     @abstractmethod
     def stats(self) -> Stats:

@@ -23,6 +23,7 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.step_work import Kind, Work
+from kvdisk.manager.tenant_bytes import TenantBytes
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
@@ -60,6 +61,8 @@ class BlockJobs:
         self.fetches = Fetches(parts, tiers, copies, hints)
         self._class_of = parts.geometry.size_classes
         self._waiting = Counter[int]()
+        self._tenant_bytes: TenantBytes | None = None
+        """None: nobody has asked yet."""
         self._silence_s = parts.config.io_deadline_s
 
     # -- what there is -------------------------------------------------------------------------
@@ -72,6 +75,18 @@ class BlockJobs:
         if not usable:
             return found
         return bytes(READY if key in usable else presence for key, presence in zip(keys, found, strict=True))
+
+    def keys(self) -> list[BlockKey]:
+        """Return the keys of all blocks that are READY here."""
+        keys = self._catalog.ready_keys(self._target.tier)
+        found = self._catalog.presences(keys)
+        return [key for key, presence in zip(keys, found, strict=True) if presence == READY]
+
+    def bytes_by_tenant(self) -> dict[int, int]:
+        """Return the bytes of each tenant, by its digest."""
+        if self._tenant_bytes is None:
+            self._tenant_bytes = TenantBytes(self._catalog, self._target.tier, self._geometry)
+        return self._tenant_bytes.read()
 
     def ask(self, keys: Sequence[BlockKey]) -> Prompt:
         """Ask others for what is missing of a prompt."""

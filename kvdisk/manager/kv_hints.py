@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
-from kvdisk.blocks import BlockKey
+from kvdisk.blocks import BlockKey, group_of
 from kvdisk.errors import QuietLog
 from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE
@@ -52,6 +53,28 @@ class KVHints:
             elif ended:
                 self._work.add(Kind.KV_HINTS, self, self._demote(request))
         self._work.run(self._standings.now, Kind.KV_HINTS)
+
+    def hold(self, keys: Sequence[BlockKey], seconds: float, now: float) -> None:
+        """Let blocks of the first tier stay for so long, with what they follow: a copy may only
+        stay if what is before it does. As many as may stay yet, from the heads on; the others are
+        left as they are."""
+        self.refresh(now)
+        catalog, end, going = self._catalog, now + seconds, dict[int, None]()
+        for found in reversed(catalog.find_all(keys)):
+            row = found
+            while row != NONE and row not in going and not self._standings.stays_until(catalog.keys[row], end):
+                going[row] = None
+                row = catalog.parent_rows[row]
+        tier, class_of = self._tiers.first, self._geometry.size_classes
+        left = [tier.left_to_stay(size_class) for size_class in range(len(self._geometry.slot_sizes))]
+        held: list[BlockKey] = []
+        for key in (catalog.keys[row] for row in reversed(going)):
+            if self._standings.of(key) != PINNED:
+                left[class_of[group_of(key)]] -= 1
+                if min(left) < 0:
+                    break
+            held.append(key)
+        self._place(held, PINNED, seconds)
 
     def refresh(self, now: float) -> None:
         """Set the time, once a step, at which standings are over."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvdisk.blocks import KEPT_TIERS, JobId, Tier, in_record_s
+from kvdisk.blocks import KEPT_TIERS, BlockKey, JobId, Tier, in_record_s
 from kvdisk.config import Config
 from kvdisk.context import HandedState
 from kvdisk.errors import ConfigError
@@ -411,6 +411,10 @@ class TierManager:
             request.hit_tokens.clear()
             request.stale = True
             request.count_anew()
+
+    def hold(self, keys: Sequence[BlockKey], seconds: float, now: float) -> None:
+        """Let blocks stay for so long from now on, as a KV hint does that pins them."""
+        self._kv_hints.hold(keys, seconds, now)
 
     def held(self) -> str:
         """Say in words what a reset drops."""

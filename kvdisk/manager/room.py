@@ -185,6 +185,10 @@ class Room:
         order = self._evictors[self._geometry.size_classes[group_of(key)]]
         return self._standings.of(key) == PINNED and order.standings.may_stay()
 
+    def left_to_stay(self, size_class: int) -> int:
+        """Return how many more copies of a size class may stay."""
+        return max(0, self._evictors[size_class].standings.left())
+
     def _most_staying(self, size_class: int) -> int:
         """Return how many copies of a size class may stay, of all that there may be."""
         return int(self._pin_share * self.capacity[size_class])

@@ -43,6 +43,10 @@ class Standings:
         held = self.held.get(key)
         return None if held is None else held[0]
 
+    def stays_until(self, key: BlockKey, end: float) -> bool:
+        """Whether a block stays at least until then."""
+        return self.held.get(key, (DEMOTED, 0)) >= (PINNED, math.ceil(end))
+
     def set(self, key: BlockKey, standing: int, seconds: float) -> None:
         """Give a block a standing for so long from now on.
 
@@ -154,9 +158,13 @@ class CopyStandings:
             self._policy.place(row, RETAINED)
             self.reorder(self._followers(row))
 
+    def left(self) -> int:
+        """Return how many more copies may stay; below 0: there are too many."""
+        return self._most_staying() - self._policy.count(PINNED)
+
     def may_stay(self) -> bool:
         """Whether one more copy may stay."""
-        return self._policy.count(PINNED) < self._most_staying()
+        return self.left() > 0
 
     def _standing_of(self, row: int) -> int | None:
         key, had = self._catalog.keys[row], self._policy.standing(row)

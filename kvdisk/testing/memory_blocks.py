@@ -4,12 +4,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.stats import Stats
-from kvdisk.store_face import BlockKind, BlockStoreFace, CallCheck, Ended, Get, Presence, Put, Result, Rows, need
+from kvdisk.store_face import (
+    MOST_HOLD_S,
+    BlockKind,
+    BlockStoreFace,
+    CallCheck,
+    Ended,
+    Get,
+    Presence,
+    Put,
+    Result,
+    Rows,
+    Usage,
+    need,
+)
 
 _Blocks = Sequence[Put] | Sequence[Get]
 _Job = tuple[int, _Blocks, float]
@@ -27,6 +41,12 @@ class MemoryBlocks(BlockStoreFace):
         self._blocks: dict[BlockKey, bytes] = {}
         """The blocks that are there, the one used longest ago first."""
         self._coming: set[BlockKey] = set()
+        self._salts: dict[BlockKey, str] = {}
+        self._parents: dict[BlockKey, BlockKey | None] = {}
+        """Of the blocks that are there, and of some that were."""
+        self._named: set[str] = {""}
+        self._holds: dict[BlockKey, float] = {}
+        """Until when blocks are held."""
         self._asked: list[_Job] = []
         self._begun: list[tuple[_Job, list[Result]]] = []
         self._deleted: set[tuple[int, BlockKey]] = set()
@@ -44,7 +64,19 @@ class MemoryBlocks(BlockStoreFace):
     def ask(self, keys: Sequence[BlockKey]) -> None:
         self._check.keys(keys)
 
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
+    def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        self._check.keys(keys)
+        until_s = time.monotonic() + min(hold_s, MOST_HOLD_S)
+        self._holds = {key: end_s for key, end_s in self._holds.items() if self._is_held(key)}
+        for key in keys:
+            if len(self._holds) >= self._most_blocks // 4:
+                return
+            before: BlockKey | None = key
+            while before in self._blocks and self._holds.get(before, 0.0) < until_s:
+                self._holds[before] = until_s
+                before = self._parents[before]
+
+    def reached(self, request: str | None, keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
         self._check.keys(keys)
         for key in reversed(keys):
             if key in self._blocks:
@@ -135,10 +167,12 @@ class MemoryBlocks(BlockStoreFace):
                 return Result.DONE
             self._coming.discard(block.key)
             if len(self._blocks) >= self._most_blocks:
-                leaving = next(iter(self._blocks))
+                leaving = next((key for key in self._blocks if not self._is_held(key)), next(iter(self._blocks)))
                 del self._blocks[leaving]
                 self._note(False, [leaving])
             self._blocks[block.key] = row.tobytes()
+            self._salts[block.key], self._parents[block.key] = block.salt, block.parent
+            self._named.add(block.salt)
             self._note(True, [block.key])
             self._stats.add("stored_blocks")
         elif block.key not in self._blocks:  # a put has taken its room
@@ -148,6 +182,9 @@ class MemoryBlocks(BlockStoreFace):
             self._blocks[block.key] = self._blocks.pop(block.key)
             self._stats.add("loaded_blocks")
         return Result.DONE
+
+    def _is_held(self, key: BlockKey) -> bool:
+        return self._holds.get(key, 0.0) > time.monotonic()
 
     def _end(self, job: _Job, results: Sequence[Result]) -> None:
         tag, blocks, asked_s = job
@@ -184,6 +221,17 @@ class MemoryBlocks(BlockStoreFace):
             self._journal = Journal(self._stats)
             self._note(True, list(self._blocks))
         return self._journal.take()
+
+    def keys(self) -> list[BlockKey]:
+        return list(self._blocks)
+
+    def usage(self, salts: Iterable[str] = ()) -> Usage:
+        self._named.update(salts)
+        found = Counter[str]()
+        for key, content in self._blocks.items():
+            found[self._salts[key]] += len(content)
+        by_salt = {salt: size for salt, size in found.items() if salt in self._named}
+        return Usage(found.total(), by_salt, found.total() - sum(by_salt.values()))
 
     def stats(self) -> Stats:
         return self._stats.take()

@@ -267,6 +267,32 @@ class SharedStoreConformance(ABC):
         assert store.delete(keys).result(0) == [Result.CANCELLED] * 8
         assert store.clear().result(0) == [Result.CANCELLED]
 
+    def test_a_lookup_holds_what_it_has_found(self, tmp_path: Path) -> None:
+        """For as long as it says, from many puts of others."""
+        rows, keys = make_rows(), [key_of(number) for number in range(1000, 1010)]
+        with self.opened(tmp_path, rows, most_blocks=100) as store:
+            put_all(store, rows, keys)
+            assert store.longest_prefix([*keys, key_of(5), keys[0]], hold_s=50.0) == 10
+            for start in range(0, 400, 50):
+                put_all(store, rows, [key_of(number) for number in range(start, start + 50)])
+            assert store.longest_prefix(keys) == 10
+            store.hold(keys, 1.0)
+            assert set(keys) <= set(store.keys())
+        assert (store.longest_prefix(keys, 1.0), store.keys()) == (0, [])
+
+    def test_tells_what_it_has(self, tmp_path: Path) -> None:
+        """Usage by salt, and figures that add up from call to call, also after the end."""
+        rows, keys = make_rows(), [key_of(number) for number in range(4)]
+        with self.opened(tmp_path, rows) as store:
+            store.put([Put(key, None, at, "ada") for at, key in enumerate(keys)]).result(SAFETY_S)
+            assert store.usage() == (4 * KINDS[0].payload_bytes, {"ada": 4 * KINDS[0].payload_bytes}, 0)
+            assert store.figures()["stored_blocks"] == 4
+            get_all(store, keys[:3])
+            found = store.figures()
+            assert (found["stored_blocks"], found["loaded_blocks"]) == (4, 3)
+        assert store.usage() == (0, {}, 0)
+        assert store.figures()["stored_blocks"] == 4
+
     def test_what_a_caller_does_wrong_is_an_error(self, tmp_path: Path) -> None:
         """It is a ValueError on the thread of the caller, and the store goes on."""
         rows, keys = make_rows(), [key_of(number) for number in range(4)]

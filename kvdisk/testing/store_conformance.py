@@ -398,6 +398,75 @@ class BlockStoreConformance(ABC):
                     free.update(block.row for block in blocks)
                     seen += 1
 
+    # -- what a lookup finds -----------------------------------------------------------------------
+
+    def test_finds_the_longest_prefix(self, tmp_path: Path) -> None:
+        """Up to the first block that is not there, whatever comes behind."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(6)]
+        with self.opened(tmp_path, rows) as store:
+            put_all(store, rows, [*keys[:3], *keys[4:]])
+            assert [store.longest_prefix(keys[:count]) for count in range(7)] == [0, 1, 2, 3, 3, 3, 3]
+            assert store.longest_prefix(keys[3:]) == 0
+            assert store.longest_prefix(keys[4:]) == 2
+            assert sorted(store.keys()) == sorted([*keys[:3], *keys[4:]])
+
+    @pytest.mark.parametrize("is_held", [True, False])
+    def test_what_is_held_is_not_evicted(self, tmp_path: Path, is_held: bool) -> None:
+        """With the blocks before it; the rest leaves as ever."""
+        rows, most = self.make_rows(16), 100
+        with self.opened(tmp_path, rows, most_blocks=most) as store:
+            chain = [key_of(number) for number in range(1000, 1010)]
+            put_all(store, rows, chain)
+            if is_held:
+                store.hold(chain[:3], 50.0)
+                store.hold([*chain[5:8], key_of(5000)], 50.0)
+            store.hold(chain, 0.0)
+            self._put_many(store, rows, 4 * most)
+            left = [at for at, key in enumerate(chain) if key in set(_ready(store, chain))]
+            assert left[:8] == list(range(8)) if is_held else len(left) < 8
+
+    def test_holds_are_bounded(self, tmp_path: Path) -> None:
+        """What is held beyond what may be leaves in the end: new blocks find room."""
+        rows, most = self.make_rows(16), 100
+        with self.opened(tmp_path, rows, most_blocks=most) as store:
+            self._put_many(store, rows, 2 * most)
+            store.hold(store.keys(), 1e9)
+            self._put_many(store, rows, 2 * most, first=10_000)
+            new = [key_of(number) for number in range(10_000, 10_000 + 2 * most)]
+            assert len(list(_ready(store, new))) >= most // 4
+
+    def _put_many(self, store: BlockStoreFace, rows: Rows, count: int, first: int = 0) -> None:
+        for start in range(first, first + count, 16):
+            keys = [key_of(number) for number in range(start, start + 16)]
+            for at, key in enumerate(keys):
+                rows[at] = content_of(key)
+            store.put(1, [Put(key, None, at) for at, key in enumerate(keys)])
+            finish(store, 1)
+
+    def test_usage_by_salt(self, tmp_path: Path) -> None:
+        """Bytes of content, by the salt that a put has named; what is deleted takes none."""
+        rows, keys = self.make_rows(), [key_of(number) for number in range(12)]
+        small, (large_bytes, small_bytes) = key_of(1, 1), (kind.payload_bytes for kind in KINDS)
+        with self.opened(tmp_path, rows) as store:
+            assert store.usage() == (0, {}, 0)
+            salts = ["", "ada", "bob"]
+            store.put(1, [Put(key, None, at, salts[at % 3]) for at, key in enumerate(keys)])
+            store.put(2, [Put(small, keys[0], 12, "bob")])
+            finish(store, 1, 2)
+            used = store.usage()
+            assert used.by_salt == {"": 4 * large_bytes, "ada": 4 * large_bytes, "bob": 4 * large_bytes + small_bytes}
+            assert (used.total_bytes, used.unnamed_bytes) == (sum(used.by_salt.values()), 0)
+            store.put(3, [Put(keys[1], None, 0, "carl")])
+            store.delete(4, [*keys[2::3], keys[0]])
+            finish(store, 3, 4)
+            used = store.usage(["dora"])
+            assert used.by_salt == {"": 3 * large_bytes, "ada": 4 * large_bytes, "bob": small_bytes}
+            store.clear(5)
+            finish(store, 5)
+            assert store.usage() == (0, {}, 0)
+            with pytest.raises(ValueError, match="a salt is text"):
+                store.put(6, [Put(keys[1], None, 0, b"carl")])  # type: ignore[arg-type]
+
     # -- epochs and the end --------------------------------------------------------------------
 
     def test_forget_serves_nothing_of_before(self, tmp_path: Path) -> None:
@@ -597,6 +666,8 @@ class BlockStoreConformance(ABC):
             store.ask(keys)
             store.reached("one", keys)
             store.reached("two", [])
+            store.reached(None, keys)
+            store.reached(None, keys)
             run_until(store, lambda: Presence.ASKED not in store.presence(keys), [])
             assert store.presence(keys) == bytes([Presence.READY] * 4 + [Presence.ABSENT] * 4)
 

@@ -108,6 +108,34 @@ def test_a_restart_finds_what_was_there_before_a_new_epoch(tmp_path: Path) -> No
     store.close()
 
 
+def test_a_restart_knows_whose_blocks_they_are(tmp_path: Path) -> None:
+    """By digests: a salt counts as such once it is named."""
+    rows, size = make_rows(), KINDS[0].payload_bytes
+    store = opened(tmp_path, rows)
+    store.put(1, [Put(key, None, at, "ada" if at < 5 else "") for at, key in enumerate(KEYS)])
+    finish(store, 1)
+    store.close()
+    store = open_drive(tmp_path, KINDS, rows, PLENTY)
+    assert store.usage() == (12 * size, {"": 7 * size}, 5 * size)
+    assert store.usage(["bob", "ada"]) == (12 * size, {"": 7 * size, "ada": 5 * size}, 0)
+    store.close()
+
+
+def test_usage_and_a_share_of_each_tenant_count_beside_each_other(tmp_path: Path) -> None:
+    rows, size = make_rows(), KINDS[0].payload_bytes
+    store = opened(tmp_path, rows, salt_share=0.5)
+    store.put(1, [Put(key, None, at, "ada") for at, key in enumerate(KEYS)])
+    finish(store, 1)
+    assert store.usage().by_salt == {"ada": 12 * size}
+    store.delete(2, KEYS[:4])
+    finish(store, 2)
+    assert store.usage().by_salt == {"ada": 8 * size}
+    share, tenant = store._parts.nvme.share, store._parts.salts.of("ada")  # type: ignore[union-attr]
+    assert share is not None
+    assert share.count(store._manager._geometry.size_classes[0], tenant) == 8
+    store.close()
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     rows = make_rows()
     store = opened(tmp_path, rows)
