@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hicache.backends import Backend, key_of, write_model
-
 BATCH = 128
 
 
@@ -29,7 +27,9 @@ class Run:
     """One backend with ``count`` pages of its own. ``kind``: kvdisk, or file."""
 
     def __init__(self, kind: str, folder: Path, model: Path, page_tokens: int, seed: int) -> None:
-        self.folder, self.seed = folder / f"{kind}-{seed}", seed
+        from hicache.backends import Backend, key_of  # SGLang is there in its environment alone
+
+        self.folder, self.seed, self._key_of = folder / f"{kind}-{seed}", seed, key_of
         settings: dict[str, Any] = {"pages": 2 * BATCH, "page": page_tokens}
         if kind == "kvdisk":
             self.backend = Backend(model, self.folder, nvme_bytes="8GiB", nvme_admission="all", **settings)
@@ -38,7 +38,7 @@ class Run:
         self.page_bytes = len(self.backend.bytes_of(0))
 
     def keys(self, batch: int) -> list[str]:
-        return [key_of(self.seed * 1_000_000 + batch * BATCH + at) for at in range(BATCH)]
+        return [self._key_of(self.seed * 1_000_000 + batch * BATCH + at) for at in range(BATCH)]
 
     def set_speed(self, batches: int) -> float:
         """Return GB a second. The pages of each batch are others."""
@@ -107,6 +107,8 @@ def measure(run: Run, batches: int, *, is_busy: bool) -> dict[str, float]:
 
 
 def main() -> None:
+    from hicache.backends import write_model
+
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--dir", type=Path, required=True, help="a directory on the drive")
     parser.add_argument("--pairs", type=int, default=5)

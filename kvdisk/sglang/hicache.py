@@ -31,14 +31,14 @@ from kvdisk.sglang.identity import identity_of, layout_facts
 from kvdisk.sglang.refusals import refuse_arguments, refuse_pool, stores_of
 from kvdisk.sglang.storage_stats import StorageStats
 from kvdisk.shared_store import SharedStore
-from kvdisk.store import BlockKind, BlockStore, Get, Presence, Put, Result
+from kvdisk.store import BlockKind, BlockStore, Get, Put, Result
 
 logger = logging.getLogger("kvdisk")
 
 IO_DEADLINE_S = 5.0
 """For ``io_deadline_s`` where the user says nothing. SGLang waits 10 s for its threads when it
 detaches, and 1 s and a quarter for each 1,024 tokens for a prefetch."""
-LOOKUP_WAIT_S = 0.25
+LOOKUP_WAIT_S = 1.0
 """For ``lookup_wait_s``, likewise."""
 ROOM_WAIT_S = 4.0
 """How long a batch waits for room that is coming."""
@@ -174,10 +174,10 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
             return 0
         blocks = self._blocks(keys)
         store.reached([*self._prefix(extra_info), *blocks])
-        found = _longest(store, blocks)
+        found = store.longest_prefix(blocks, HOLD_S)
         if found < len(blocks):  # others of this host, or of the remote store, may have more
             store.find(blocks)
-            found = _longest(store, blocks)
+            found = store.longest_prefix(blocks, HOLD_S)
         return found // self._parts
 
     def exists(self, key: str) -> bool:
@@ -381,9 +381,3 @@ def _share(config: Config, stores: int) -> Config:
         nvme_write_bytes_per_day=None if per_day is None else per_day // stores,
         remote_write_bytes_per_s=config.remote_write_bytes_per_s // stores,
     )
-
-
-def _longest(store: SharedStore, blocks: Sequence[BlockKey]) -> int:
-    """Return how many blocks from the first on are there."""
-    found = store.presence(blocks)
-    return next((at for at, each in enumerate(found) if each != Presence.READY), len(found))

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -61,7 +61,7 @@ class _Anything:
 
 
 class _Module(types.ModuleType):
-    __path__: ClassVar[list[str]] = []
+    __path__: list[str] = []  # noqa: RUF012 - as its base has it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -47,9 +47,10 @@ def loaded(said):
 @pytest.mark.parametrize("mla", [False, True])
 def test_two_ranks_find_after_a_restart_what_both_have(tmp_path, model, mla):
     """With MLA rank 0 writes, and rank 1 reads what it wrote."""
-    acts = [("compute", 0), ("compute", 1), ("commit", 0.5)]
+    acts, patient = [("compute", 0), ("compute", 1), ("commit", 0.5)], {"lookup_wait_s": 20}
     run(tmp_path, model, acts, size=2, mla=mla)
-    said = run(tmp_path, model, [("load", 0), ("load", 1), ("load", 7), ("compute", 2)], size=2, mla=mla)
+    later = [("load", 0), ("load", 1), ("load", 7), ("compute", 2)]
+    said = run(tmp_path, model, later, size=2, mla=mla, settings=patient)
     assert loaded(said) == [[TOKENS, TOKENS, 0]] * 2
     assert all(each[-1] == {"alive": True} for each in said)
 
