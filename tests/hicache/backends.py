@@ -33,6 +33,15 @@ LLAMA = {
 }
 
 
+def be_patient() -> None:
+    """Have kvdisk wait as long as a machine may need on which much else runs, where the user says
+    nothing."""
+    from kvdisk.sglang import hicache
+
+    hicache.IO_DEADLINE_S, hicache.LOOKUP_WAIT_S, hicache.ROOM_WAIT_S = 60.0, 20.0, 60.0
+    hicache.CLOSE_S = 60.0
+
+
 def write_model(folder: Path, weights: int = 1, **config: Any) -> Path:
     """Write what kvdisk reads of a model: a configuration, and weights with this number."""
     folder.mkdir(parents=True, exist_ok=True)

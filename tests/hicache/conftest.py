@@ -12,11 +12,15 @@ collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled() -> None:
+def _prepared() -> None:
     """Have SGLang compile how it hashes tokens, which takes a while once: a thread of its
     controller would do it in the first lookup."""
     if HAS_SGLANG:
         from sglang.srt.mem_cache.utils import get_hash_str
+
+        from hicache.backends import be_patient
+
+        be_patient()
 
         assert len(get_hash_str(list(range(16)), None, page_size=16)) == 1
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from hicache.backends import be_patient
 from hicache.trees import Tree, extra_config, prompt
 
 PAGES = 8
 
 
 def main(order: dict[str, Any]) -> None:
+    be_patient()
     rank, size = order["rank"], order["size"]
     group = None
     if size > 1:

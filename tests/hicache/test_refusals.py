@@ -18,7 +18,7 @@ from sglang.version import __version__
 
 from hicache.backends import Backend, key_of, write_model
 from kvdisk.errors import ConfigError
-from kvdisk.sglang import versions, weight_updates
+from kvdisk.sglang import hicache, versions, weight_updates
 from kvdisk.sglang.storage_stats import StorageStats
 
 PAGE = Path(__file__).parents[2] / "docs" / "SGLANG.md"
@@ -189,7 +189,7 @@ def test_settings_of_the_user_are_shared_by_the_ranks(tmp_path, model):
     config = Backend(model, tmp_path / "store", rank=(0, 2), nvme_bytes="1GiB", nvme_write_bytes_per_day="2GB")
     assert config.storage._config.nvme_bytes == 1 << 29
     assert config.storage._config.nvme_write_bytes_per_day == 10**9
-    assert config.storage._config.io_deadline_s == 5.0
+    assert config.storage._config.io_deadline_s == hicache.IO_DEADLINE_S
     config.close()
     alone = Backend(model, tmp_path / "other", rank=(0, 2), mla=True, nvme_bytes="1GiB", io_deadline_s=2)
     assert alone.storage._config.nvme_bytes == 1 << 30, "rank 0 writes for all"
