@@ -52,7 +52,9 @@ def write_model(folder: Path, weights: int = 1, **config: Any) -> Path:
     return folder
 
 
-def extra_config(store: Path, nvme_bytes: str | int = "256MiB", *, tensors: bool = False, **settings: Any) -> str:
+def extra_config(
+    store: Path, nvme_bytes: str | int = "256MiB", *, tensors: bool = False, shm: bool = False, **settings: Any
+) -> str:
     """Return what a user writes after ``--hicache-storage-backend-extra-config``."""
     return json.dumps(
         {
@@ -62,6 +64,7 @@ def extra_config(store: Path, nvme_bytes: str | int = "256MiB", *, tensors: bool
             "interface_v1": 0 if tensors else 1,
             "hicache_storage_pass_prefix_keys": True,
             "prefetch_threshold": 1,
+            **({"allocator": "shm"} if shm else {}),
             "kvdisk": {"store_dirs": str(store), "nvme_bytes": nvme_bytes, **settings},
         }
     )

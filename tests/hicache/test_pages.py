@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hicache.backends import Backend, key_of, write_model
+from kvdisk.mover_process import MoverProcess
 
 COUNT = 40
 WAYS = [
@@ -32,6 +33,18 @@ def test_the_same_bytes_come_back_after_a_restart(tmp_path, model, mla, layout, 
     assert [again.bytes_of(64 + page) for page in pages] == want
     assert [again.bytes_of(page) for page in pages] != want, "other pages are left alone"
     again.close()
+
+
+def test_a_process_moves_the_pages_of_a_pool_in_shared_memory(tmp_path, model):
+    keys, pages = [key_of(at) for at in range(COUNT)], range(COUNT)
+    backend = Backend(model, tmp_path / "store", shm=True)
+    assert isinstance(backend.storage._store._store._mover, MoverProcess)
+    backend.fill(pages)
+    want = [backend.bytes_of(page) for page in pages]
+    assert backend.store(keys)
+    assert backend.load(keys, first=64) == [True] * COUNT
+    assert [backend.bytes_of(64 + page) for page in pages] == want
+    backend.close()
 
 
 @pytest.mark.parametrize("mla", [False, True])
