@@ -16,18 +16,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from typing import Any
+from numbers import Real
+from typing import Any, TypeVar
 
 from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
 from kvdisk.errors import NoThread, start_thread
 from kvdisk.stats import Stats
 from kvdisk.store import BlockStore
-from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows, StartMover, Usage
+from kvdisk.store_face import (
+    BlockKind,
+    BlockStoreFace,
+    Ended,
+    Get,
+    Presence,
+    Put,
+    Result,
+    Rows,
+    StartMover,
+    Usage,
+    need,
+)
 
 logger = logging.getLogger("kvdisk")
 
 Results = Sequence[Result]
+_Answer = TypeVar("_Answer")
 ROOM_S = 5.0
 """How long a put waits for room that is coming, unless it says how long."""
 _LOOK_S = 0.01
@@ -59,7 +73,8 @@ class SharedStore:
         self._lock = threading.Lock()
         """Held for each call of the store but ``wait`` and ``close``."""
         self._has_work = threading.Event()
-        self._jobs: dict[int, Future[Results]] = {}
+        self._jobs: dict[int, tuple[Future[Results], int]] = {}
+        """By tag, each with the number of its results."""
         self._tags = count(1)
         self._told = Stats()
         """All that the store has counted so far."""
@@ -112,56 +127,81 @@ class SharedStore:
         """Ask for a job of so many results, and have it sent at once."""
         future: Future[Results] = Future()
         future.set_running_or_notify_cancel()  # so that nobody can cancel it
-        with self._lock:
-            if not self._is_off and not self._is_ending:
-                tag = next(self._tags)
-                ask(tag)  # where it raises ValueError, nothing has changed
-                self._jobs[tag] = future
-                self._step()
-                self._has_work.set()
-                return future
-        future.set_result([Result.CANCELLED] * count)
+
+        is_known = False  # whether the store's thread ends it, also where an error stops it half-way
+
+        def begin() -> None:
+            nonlocal is_known
+            if self._is_ending:
+                return
+            tag = next(self._tags)
+            self._jobs[tag], is_known = (future, count), True
+            try:
+                ask(tag)
+            except ValueError:  # nothing has changed
+                del self._jobs[tag]
+                raise
+            self._step()
+
+        self._ask(begin, otherwise=None)
+        if not is_known:
+            future.set_result([Result.CANCELLED] * count)
         return future
 
     # -- questions ---------------------------------------------------------------------------------
 
+    def _ask(self, question: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        """Ask the store, unless it is off. An error of ours puts it off. Raises ValueError."""
+        with self._lock:
+            if self._is_off:
+                return otherwise
+            try:
+                return question()
+            except ValueError:
+                raise
+            except Exception:
+                self._note_error()
+                return otherwise
+            finally:
+                self._has_work.set()
+
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key. Neither waits nor counts: about a microsecond a
         key."""
-        with self._lock:
+        need(set(map(type, keys)) <= {bytes}, "a key is bytes")
+        with self._lock:  # what ``_ask`` does, in less time, and without waking anybody
             return bytes(len(keys)) if self._is_off else self._store.presence(keys)
 
     def longest_prefix(self, keys: Sequence[BlockKey], hold_s: float = 0.0) -> int:
         """Return how many of the first keys are READY, up to the first that is not, and hold these
         for so long: see ``hold``."""
-        with self._lock:
-            found = 0 if self._is_off else self._store.longest_prefix(keys)
+        need(set(map(type, keys)) <= {bytes} and isinstance(hold_s, Real), "a key is bytes, and a time a number")
+
+        def look() -> int:
+            found = self._store.longest_prefix(keys)
             if found and hold_s > 0:
                 self._store.hold(keys[:found], hold_s)
             return found
 
+        return self._ask(look, otherwise=0)
+
     def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
         """Keep blocks that are READY from eviction for so long; see ``BlockStoreFace.hold``."""
-        with self._lock:
-            if not self._is_off:
-                self._store.hold(keys, hold_s)
+        self._ask(lambda: self._store.hold(keys, hold_s), otherwise=None)
 
     def keys(self) -> list[BlockKey]:
         """Return the keys of all blocks that are READY here; see ``BlockStoreFace.keys``."""
-        with self._lock:
-            return [] if self._is_off else self._store.keys()
+        return self._ask(self._store.keys, otherwise=[])
 
     def usage(self, salts: Iterable[str] = ()) -> Usage:
         """Return the bytes that blocks take here, by salt; see ``BlockStoreFace.usage``."""
-        with self._lock:
-            return Usage(0, {}, 0) if self._is_off else self._store.usage(salts)
+        return self._ask(lambda: self._store.usage(salts), otherwise=Usage(0, {}, 0))
 
     def figures(self) -> dict[str, float]:
         """Return what was counted since the store was opened, and how it is now, by series of
         docs/METRICS.md; of a histogram ``name.count`` and ``name.sum``."""
+        self._ask(lambda: self._told.merge(self._store.stats()), otherwise=None)
         with self._lock:
-            if not self._is_off:
-                self._told.merge(self._store.stats())
             samples = self._told.samples.items()
             found: dict[str, float] = {**self._told.counts, **self._told.gauges}
             found |= {f"{name}.count": each.count for name, each in samples}
@@ -175,23 +215,17 @@ class SharedStore:
         if found.count(Presence.READY) == len(found):
             return found
         until_s = time.monotonic() + (self._lookup_wait_s if wait_s is None else wait_s)
-        with self._lock:
-            if not self._is_off:
-                self._store.ask(keys)
+        self._ask(lambda: self._store.ask(keys), otherwise=None)
         while Presence.ASKED in (found := self.presence(keys)) and time.monotonic() < until_s:
             time.sleep(_ASK_LOOK_S)
-            with self._lock:
-                self._step()
+            self._ask(self._step, otherwise=False)
         return found
 
     def reached(self, keys: Sequence[BlockKey], request: str | None = None) -> None:
         """A request wants these blocks, or has used them, in the order of its prompt: what is kept
         and admitted follows it. Once for each request. ``request``: its name, if it may come again;
         None: each call is one."""
-        with self._lock:
-            if not self._is_off:
-                self._store.reached(request, keys)
-                self._has_work.set()
+        self._ask(lambda: self._store.reached(request, keys), otherwise=None)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -203,10 +237,7 @@ class SharedStore:
 
     def forget(self, epoch: int) -> None:
         """Serve nothing of before, in this process; see ``BlockStoreFace.forget``."""
-        with self._lock:
-            if not self._is_off:
-                self._store.forget(epoch)
-                self._has_work.set()
+        self._ask(lambda: self._store.forget(epoch), otherwise=None)
 
     def close(self, wait_s: float | None = None) -> bool:
         """Finish every job that was asked for, commit, and give the store back. New jobs are
@@ -242,16 +273,11 @@ class SharedStore:
     def _run(self) -> None:
         """Step and poll until the end; then close."""
         while not self._is_off and (self._jobs or not self._is_ending):
-            self._has_work.clear()
-            with self._lock:
-                is_busy = self._step()
-                ended = self._poll()
-                are_out = bool(self._jobs)
-            self._end(ended)
-            if are_out and not self._store.is_off:
-                self._store.wait(_LOOK_S)
-            else:
-                self._has_work.wait(_LOOK_S if is_busy or are_out else _REST_S)
+            try:
+                self._turn()
+            except Exception:
+                with self._lock:
+                    self._note_error()
         with self._lock:
             self._is_off = True
         try:
@@ -260,26 +286,37 @@ class SharedStore:
             logger.exception("kvdisk's store was not closed in order")
         self._end(self._take_rest())
 
-    def _poll(self) -> list[tuple[Future[Results], Results]]:
-        """Return the futures of the jobs that have ended. The caller has the lock."""
-        try:
-            return [] if self._is_off else self._take(self._store.poll())
-        except Exception:
-            self._note_error()
-            return []
+    def _turn(self) -> None:
+        """Step, end what has ended, and wait for more, without the lock."""
+        self._has_work.clear()
+        with self._lock:
+            is_busy = self._step()
+            ended = [] if self._is_off else self._take(self._store.poll())
+            are_out = bool(self._jobs)
+        self._end(ended)
+        if are_out and not self._store.is_off:
+            self._store.wait(_LOOK_S)
+        else:
+            self._has_work.wait(_LOOK_S if is_busy or are_out else _REST_S)
 
     def _take(self, ended: Sequence[Ended]) -> list[tuple[Future[Results], Results]]:
-        return [(self._jobs.pop(each.tag), each.results) for each in ended]
+        return [(self._jobs.pop(each.tag)[0], each.results) for each in ended]
 
     def _take_rest(self) -> list[tuple[Future[Results], Results]]:
         """Return the futures of all jobs of a closed store."""
         with self._lock:
-            return self._take(self._store.poll())
+            ended = self._take(self._store.poll())
+            ended += [(future, [Result.CANCELLED] * count) for future, count in self._jobs.values()]
+            self._jobs.clear()
+            return ended
 
     def _end(self, ended: Sequence[tuple[Future[Results], Results]]) -> None:
         """End futures, without the lock: what they call may ask for more."""
         for future, results in ended:
-            future.set_result(results)
+            try:
+                future.set_result(results)
+            except BaseException:  # of a callback: others wait for theirs
+                logger.exception("a callback of a job of kvdisk's store has failed")
 
 
 class Endings:

@@ -330,7 +330,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
-        self._check.keys(keys)
+        self._check.held(keys, hold_s)
         if not self._is_off and hold_s > 0:
             self._manager.hold(keys, min(hold_s, MOST_HOLD_S), time.monotonic())
 
@@ -367,7 +367,7 @@ class BlockStore(BlockStoreFace):
     # -- jobs ------------------------------------------------------------------------------------
 
     def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
-        self._check.puts(blocks)
+        self._check.puts(blocks, wait_s)
         keys, parents, rows, *salts = zip(*blocks, strict=True) if blocks else ((), (), ())
         known = set(keys)
         job, count = self._new_job(tag, keys), len(keys)
@@ -379,7 +379,7 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
-        self._check.gets(blocks)
+        self._check.gets(blocks, arrival)
         keys = [get.key for get in blocks]
         job = self._new_job(tag, keys)
         if self._is_off or not blocks:
@@ -599,6 +599,8 @@ class BlockStore(BlockStoreFace):
 
     @_in_turn
     def usage(self, salts: Iterable[str] = ()) -> Usage:
+        salts = list(salts)
+        need(all(isinstance(salt, str) for salt in salts), "a salt is text")
         for salt in salts:
             self._salts.digest_of(salt)
         return self._salts.usage_of({} if self._is_off else self._blocks.bytes_by_tenant())

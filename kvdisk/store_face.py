@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -176,16 +176,20 @@ class CallCheck:
         need(max(map(len, keys), default=0) <= MAX_KEY_BYTES, f"a key has {MAX_KEY_BYTES} bytes at most")
         need({key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not")
 
-    def puts(self, blocks: Sequence[Put]) -> None:
-        """Check blocks to put."""
+    def puts(self, blocks: Sequence[Put], wait_s: float | None) -> None:
+        """Check blocks to put, and how long they may wait."""
+        need(wait_s is None or isinstance(wait_s, Real), "a time is a number of seconds")
+        need(all(isinstance(block, tuple) and len(block) in _PUT_FIELDS for block in blocks), "these are no Put values")
         self.keys([block[0] for block in blocks])
         self.keys([block[1] for block in blocks if block[1] is not None])
         need(not any(block[0] == block[1] for block in blocks), "no block follows itself")
         self._rows([block[2] for block in blocks])
         need(all(isinstance(salt, str) for block in blocks for salt in block[3:]), "a salt is text")
 
-    def gets(self, blocks: Sequence[Get]) -> None:
-        """Check blocks to get."""
+    def gets(self, blocks: Sequence[Get], arrival: int) -> None:
+        """Check blocks to get, and their turn."""
+        need(isinstance(arrival, Integral), "an arrival is a number")
+        need(all(isinstance(block, tuple) and len(block) == 2 for block in blocks), "these are no Get values")
         self.keys([block[0] for block in blocks])
         self._rows([block[1] for block in blocks])
 
@@ -197,11 +201,17 @@ class CallCheck:
     @staticmethod
     def epoch(epoch: int) -> None:
         """Check an epoch."""
-        need(0 < epoch < EPOCH_LIMIT, "an epoch that there is not")
+        need(isinstance(epoch, Integral) and 0 < epoch < EPOCH_LIMIT, "an epoch that there is not")
+
+    def held(self, keys: Sequence[BlockKey], hold_s: float) -> None:
+        """Check blocks to hold, and how long."""
+        self.keys(keys)
+        need(isinstance(hold_s, Real), "a time is a number of seconds")
 
 
 _MOST_KINDS = 1 << 16
 _KEY_TYPES = {bytes}
+_PUT_FIELDS = {3, 4}
 _READY = bytes([Presence.READY])
 _ROW_TYPES = {int}
 

@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pyarrow": ("kvdisk/cli/export.py",),
     "tokenizers": ("kvdisk/cli/why.py",),
     "pytest": ("kvdisk/testing/",),
-    "huggingface_hub": ("kvdisk/connector/model_files.py", "kvdisk/sglang/identity.py"),
+    "huggingface_hub": ("kvdisk/connector/model_files.py", "kvdisk/model_identity.py", "kvdisk/sglang/identity.py"),
     "modelscope": ("kvdisk/connector/model_files.py",),
 }
 """Where a package that is not ours may be imported; what is not listed may be imported nowhere."""

@@ -137,7 +137,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         super().register_mem_pool_host(mem_pool_host)
         rows = PoolRows(mem_pool_host) if self._moves_rows else StagingRows(mem_pool_host)
         layout = layout_facts(self._storage, mem_pool_host, rows)
-        identity = identity_of(layout, self._weights_name, str(self._storage.model_name))
+        identity = identity_of(layout, self._weights_name)
         is_shared = self._moves_rows and getattr(mem_pool_host, "fd", None) is not None
         kinds = [BlockKind(rows.payload_bytes, max(1, rows.page_size // rows.parts))]
         mover = MoverProcess if is_shared else None

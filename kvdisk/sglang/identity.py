@@ -4,7 +4,6 @@ out. SGLang's keys have nothing of it: they name tokens."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -12,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvdisk.connector.weights import Facts, facts, known_digest, sample_digest
 from kvdisk.errors import ConfigError
-from kvdisk.identity import Identity, Named
+from kvdisk.identity import Identity
+from kvdisk.model_identity import identity_of as model_identity_of
+from kvdisk.model_identity import vouched_namespace
 from kvdisk.sglang.versions import sglang_version
 
 FORMAT_VERSION = 1
@@ -53,8 +53,6 @@ class Arguments(NamedTuple):
 
     sources: Sequence[tuple[str, str | None, str | None]]
     load_format: str
-    trusts_code: bool
-    other_files: Sequence[Path]
     values: dict[str, Any]
 
 
@@ -81,8 +79,16 @@ def read_arguments() -> Arguments:
         )
     scales = model.quantization_param_path
     values |= {name: os.environ.get(name) for name in _VARIABLES}
-    other_files = [] if scales is None else [Path(scales)]
-    return Arguments(sources, str(model.load_format), bool(model.trust_remote_code), other_files, values)
+    if scales is not None:  # a file with the scales of a quantized cache
+        values["quantization_param_path"] = _digest_of(Path(scales))
+    return Arguments(sources, str(model.load_format), values)
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"kvdisk needs {file}, which cannot be read: {error}.") from error
 
 
 def _is_silent(name: str) -> bool:
@@ -98,26 +104,6 @@ def _leaves(bag: Any) -> dict[str, Any]:
         elif not name.startswith("_"):
             found[name] = value
     return found
-
-
-def weight_files(arguments: Arguments) -> list[Path]:
-    """Return the files that the weights were loaded from, and those that say how. Raises
-    ConfigError where there are none."""
-    if arguments.load_format not in _FROM_FILES:
-        raise ConfigError(
-            f"kvdisk cannot tell which weights --load-format {arguments.load_format} loads: {_NAME_THEM}."
-        )
-    files = list(arguments.other_files)
-    for source in arguments.sources:
-        folder = model_folder(*source)
-        found = sorted(folder.glob("*.safetensors"))
-        if not found or arguments.load_format not in {"auto", "safetensors", "fastsafetensors", "instanttensor"}:
-            found += sorted(each for kind in ("*.bin", "*.pt", "*.gguf") for each in folder.glob(kind))
-        if not found:
-            raise ConfigError(f"kvdisk needs the model's weight files, and there are none in {folder}: {_NAME_THEM}.")
-        kinds = ["config.json", "*.index.json", "*quant*.json", *(["*.py"] if arguments.trusts_code else [])]
-        files += found + sorted({each for kind in kinds for each in folder.glob(kind)})
-    return files
 
 
 _NAME_THEM = 'name them yourself with "weights_name", another name for each other weights'
@@ -161,33 +147,20 @@ def layout_facts(storage: Any, pool: Any, rows: Any) -> dict[str, Any]:
     }
 
 
-def identity_of(layout: dict[str, Any], weights_name: str | None, model: str) -> Identity:
+def identity_of(layout: dict[str, Any], weights_name: str | None) -> Identity:
     """Return the identity of pages: everything that must be equal for a page to be served.
 
     The weights are read on a thread of kvdisk's. ``weights_name``: the user's name for them; None:
-    they are found. ``model``: a name for people. Raises ConfigError, NoThread.
+    they are found. Raises ConfigError, NoThread.
     """
     arguments = read_arguments()
-    known = {"format": FORMAT_VERSION, "sglang": sglang_version(), "layout": layout, "arguments": arguments.values}
-    name = functools.partial(_named, known, model)
+    values = {"sglang": sglang_version(), "format": FORMAT_VERSION, "layout": layout, "arguments": arguments.values}
+    meaning = json.loads(json.dumps(values, default=str))
     if weights_name is not None:
-        return Identity.certain(*name({"name": weights_name}))
-    files = weight_files(arguments)
-    try:
-        seen: Sequence[Facts] = facts(files)
-        guess = name(sample_digest(files))
-    except OSError as error:
-        raise ConfigError(f"kvdisk needs weight files that can be read: {error}.") from error
-    return Identity.found_by(guess, lambda: name(known_digest(files, _memory(), seen=seen)))
-
-
-def _named(known: dict[str, Any], model: str, weights: Any) -> Named:
-    facts_ = known | {"weights": weights}
-    text = json.dumps(facts_, sort_keys=True, default=str)
-    shown = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts_.items()}
-    return Named(hashlib.sha256(text.encode()).digest(), {"model": model, "engine": "sglang", "facts": shown})
-
-
-def _memory() -> Path:
-    """Return where digests of weights are remembered."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvdisk"
+        return Identity.certain(*vouched_namespace(weights_name, meaning))
+    if arguments.load_format not in _FROM_FILES:
+        raise ConfigError(
+            f"kvdisk cannot tell which weights --load-format {arguments.load_format} loads: {_NAME_THEM}."
+        )
+    folder, *others = (model_folder(*source) for source in arguments.sources)
+    return model_identity_of(folder, meaning, others)

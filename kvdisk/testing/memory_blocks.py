@@ -65,7 +65,7 @@ class MemoryBlocks(BlockStoreFace):
         self._check.keys(keys)
 
     def hold(self, keys: Sequence[BlockKey], hold_s: float) -> None:
-        self._check.keys(keys)
+        self._check.held(keys, hold_s)
         until_s = time.monotonic() + min(hold_s, MOST_HOLD_S)
         self._holds = {key: end_s for key, end_s in self._holds.items() if self._is_held(key)}
         for key in keys:
@@ -82,12 +82,12 @@ class MemoryBlocks(BlockStoreFace):
             if key in self._blocks:
                 self._blocks[key] = self._blocks.pop(key)
 
-    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:  # noqa: ARG002
-        self._check.puts(blocks)
+    def put(self, tag: int, blocks: Sequence[Put], wait_s: float | None = None) -> None:
+        self._check.puts(blocks, wait_s)
         self._ask_for(tag, blocks)
 
-    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:  # noqa: ARG002
-        self._check.gets(blocks)
+    def get(self, tag: int, blocks: Sequence[Get], arrival: int = 0) -> None:
+        self._check.gets(blocks, arrival)
         self._ask_for(tag, blocks)
 
     def _ask_for(self, tag: int, blocks: _Blocks) -> None:
@@ -226,6 +226,8 @@ class MemoryBlocks(BlockStoreFace):
         return list(self._blocks)
 
     def usage(self, salts: Iterable[str] = ()) -> Usage:
+        salts = list(salts)
+        need(all(isinstance(salt, str) for salt in salts), "a salt is text")
         self._named.update(salts)
         found = Counter[str]()
         for key, content in self._blocks.items():

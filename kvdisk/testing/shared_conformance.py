@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -309,6 +310,25 @@ class SharedStoreConformance(ABC):
                 store.find([key_of(1, 2)])
             with pytest.raises(ValueError, match="epoch"):
                 store.forget(0)
+            wrong: Any = "wrong"
+            calls: list[Callable[[], object]] = [
+                lambda: store.put([wrong]),
+                lambda: store.put([(keys[0],)]),  # type: ignore[list-item]
+                lambda: store.put([Put(keys[0], None, 0)], wait_s=wrong),
+                lambda: store.get([wrong]),
+                lambda: store.get([Get(keys[0], 0)], arrival=wrong),
+                lambda: store.presence([wrong]),
+                lambda: store.longest_prefix([wrong]),
+                lambda: store.longest_prefix(keys, hold_s=wrong),
+                lambda: store.hold(keys, wrong),
+                lambda: store.delete([wrong]),
+                lambda: store.forget(wrong),
+                lambda: store.usage([b"salt"]),  # type: ignore[list-item]
+            ]
+            for call in calls:
+                with pytest.raises(ValueError, match=r"a key|a time|no Put|no Get|an arrival|epoch|a salt"):
+                    call()
+            assert not store.is_off
             assert put_all(store, rows, keys) == [Result.DONE] * 4
             assert get_all(store, keys) == [Result.DONE] * 4
 

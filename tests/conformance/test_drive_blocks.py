@@ -682,9 +682,11 @@ def test_commands_reach_a_store_between_its_calls(tmp_path: Path) -> None:
 LIBRARY = (Path(__file__).resolve().parents[2] / "docs" / "LIBRARY.md").read_text()
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
-    """And again, on what it has left."""
-    (example,) = re.findall(r"^```python\n(.*?)^```", LIBRARY, re.MULTILINE | re.DOTALL)
+def test_the_examples_run(tmp_path: Path) -> None:
+    """One after the other, and again, on what they have left."""
+    examples = re.findall(r"^```python\n(.*?)^```", LIBRARY, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 2
+    example = "".join(examples)
     assert "/nvme/blocks" in example
     (tmp_path / "example.py").write_text(example.replace("/nvme/blocks", str(tmp_path / "blocks")))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -18,7 +18,7 @@ from support.waits import until
 from kvdisk.mover_process import MoverProcess
 from kvdisk.shared_store import SharedStore
 from kvdisk.store import BlockKind, Rows
-from kvdisk.store_face import BlockStoreFace, Get, Presence, Result
+from kvdisk.store_face import BlockStoreFace, Ended, Get, Presence, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
 from kvdisk.testing.shared_conformance import SAFETY_S, SharedStoreConformance, chain_of, get_all, put_all
 from kvdisk.testing.store_conformance import KINDS, ROWS, content_of, holds, key_of, make_rows
@@ -86,7 +86,7 @@ def test_a_question_does_not_wait_for_the_mover(tmp_path: Path) -> None:
     class Waiting(MemoryBlocks):
         waits, goes_on = threading.Event(), threading.Event()
 
-        def poll(self, wait_s: float = 0.0) -> list:  # type: ignore[type-arg]
+        def poll(self, wait_s: float = 0.0) -> list[Ended]:
             return super().poll(wait_s) if self.goes_on.is_set() else []
 
         def wait(self, wait_s: float) -> None:
@@ -148,6 +148,44 @@ def test_a_step_that_fails_is_a_result(tmp_path: Path, caplog: pytest.LogCapture
     assert store.is_off
     assert store.close(SAFETY_S)
     assert sum("has a bug" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("call", ["put", "get", "hold", "reached", "usage", "wait"])
+def test_a_bug_in_any_call_is_no_exception(caplog: pytest.LogCaptureFixture, call: str) -> None:
+    """Nor does it leave a job without an end: the store goes off, and says so once."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    class Stuck(MemoryBlocks):
+        def poll(self, wait_s: float = 0.0) -> list[Ended]:
+            return super().poll(wait_s) if self.is_off else []
+
+    inner = Stuck(KINDS, make_rows())
+    store = SharedStore(inner)
+    out = store.put(chain_of(KEYS))
+    setattr(inner, call, fail)
+    jobs = [out, store.put(chain_of(KEYS)), store.get([Get(KEYS[0], 0)])]
+    store.hold(KEYS, 1.0)
+    store.reached(KEYS)
+    assert store.usage() == (0, {}, 0)
+    assert [set(job.result(SAFETY_S)) for job in jobs] == [{Result.CANCELLED}] * 3
+    assert store.is_off
+    assert store.close(SAFETY_S)
+    assert sum("has a bug" in record.message for record in caplog.records) == 1
+
+
+def test_a_callback_that_ends_its_thread_harms_nobody() -> None:
+    """Whatever it raises: the jobs of others end."""
+
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    rows = make_rows()
+    store = SharedStore(MemoryBlocks(KINDS, rows))
+    store.put(chain_of(KEYS)).add_done_callback(leave)
+    assert put_all(store, rows, [key_of(50)]) == [Result.DONE]
+    assert store.close(SAFETY_S)
 
 
 def test_over_a_mover_process_that_dies(tmp_path: Path) -> None:

@@ -126,16 +126,12 @@ def _copy_on_cpu() -> None:
 
     def layers(host: Any, device: Any, indices: Any) -> Iterator[tuple[int, Any, Any]]:
         """Yield of each layer and part its number, the device's tensor, and the host's rows."""
+        is_mla = isinstance(host, MLATokenToKVPoolHost)
+        parts = [host.kv_buffer] if is_mla else [host.kv_buffer[0], host.kv_buffer[1]]
         for layer in range(host.layer_num):
-            if isinstance(host, MLATokenToKVPoolHost):
-                pairs = [(device.kv_buffer[layer], host.data_refs[layer])]
-            else:
-                pairs = [
-                    (device.k_buffer[layer], host.k_data_refs[layer]),
-                    (device.v_buffer[layer], host.v_data_refs[layer]),
-                ]
-            for on_device, on_host in pairs:
-                yield layer, on_device, on_host
+            on_device = [device.kv_buffer[layer]] if is_mla else [device.k_buffer[layer], device.v_buffer[layer]]
+            for each, whole in zip(on_device, parts, strict=True):
+                yield layer, each, whole[layer] if host.layout == "layer_first" else whole[:, layer]
 
     def view(host: Any, on_host: Any, indices: Any) -> Any:
         """Return the place of tokens in a layer of the host pool, as a pair for indexing."""

@@ -67,7 +67,7 @@ class changed:  # noqa: N801 - reads as a word
 
 def test_weights_that_are_not_there_are_refused(tmp_path, model):
     (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="there are none in"):
+    with pytest.raises(ConfigError, match="There are no weight files"):
         Backend(model, tmp_path / "store")
 
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The namespace of a model, for who keeps its blocks by the library: no vLLM, and no torch.
+
+It is exact: of every byte of the weights, and of each file that says how they are computed. Other
+weights under the same name have another namespace, and the same weights under another name the
+same one. docs/LIBRARY.md says what else a caller has to name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdisk.connector.weights import Facts, WeightsChanged, facts, known_digest, sample_digest
+from kvdisk.errors import ConfigError
+from kvdisk.geometry import FORMAT_VERSION
+from kvdisk.identity import Identity, Named
+
+Model = str | Path | tuple[str, str | None]
+"""A directory or file with weights, or a repository of Hugging Face's hub, as ``"name"`` or as
+``("name", revision)``, of which the hub's cache has the files."""
+
+_WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+_SAY_HOW = frozenset((".json", ".py", ".yaml", ".yml"))
+"""Files of a model that may say how it is computed: its configuration and its code."""
+_OF_TEXT = frozenset(
+    (
+        *("added_tokens.json", "chat_template.json", "generation_config.json", "merges.txt"),
+        *("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
+    )
+)
+"""Files that say which text tokens stand for, and which come next: nothing that is computed of
+given tokens."""
+_Digest = Callable[[Sequence[Path]], str]
+
+
+def namespace_of(
+    model: Model, meaning: Mapping[str, Any], others: Sequence[Model] = (), memory: Path | None = None
+) -> Named:
+    """Return the namespace of a model's blocks (32 bytes), and a description for people: the first
+    arguments of ``BlockStore.open`` behind the settings.
+
+    ``meaning``: all else that decides a byte of a block for the same key, as JSON values: the
+    engine and its version, data types, layout and sizes of a block, ranks and which one this is,
+    and settings that change what the model computes. It must not be empty. ``others``: models whose
+    weights count as well, such as adapters. ``memory``: a directory of this user's where digests
+    are remembered, as long as files show no change; None: ``kvdisk`` in the user's cache directory.
+
+    Reads all weights that are not remembered: about as long as loading them. Call it before they
+    are loaded, or ``identity_of``. Raises ValueError, ConfigError where the files are not there or
+    cannot be read, WeightsChanged where they change meanwhile, NoThread.
+    """
+    found = [_files_of(each) for each in (model, *others)]
+    return _named(model, meaning, found, lambda files: known_digest(files, memory or _usual_memory()))
+
+
+def identity_of(
+    model: Model, meaning: Mapping[str, Any], others: Sequence[Model] = (), memory: Path | None = None
+) -> Identity:
+    """Return what ``namespace_of`` returns as an identity that is found on a thread, for
+    ``BlockStore.open_for``: until it is known nothing is found or stored. A sample of the weights
+    is read here. Files that change before all are read make it WeightsChanged. Raises as
+    ``namespace_of``."""
+    found = [_files_of(each) for each in (model, *others)]
+    seen: dict[tuple[Path, ...], list[Facts]] = {}
+
+    def sample(files: Sequence[Path]) -> str:
+        seen[tuple(files)] = facts(files)
+        return sample_digest(files)
+
+    def exact(files: Sequence[Path]) -> str:
+        return known_digest(files, memory or _usual_memory(), seen=seen[tuple(files)])
+
+    guess = _named(model, meaning, found, sample)
+    said = [_said_by(folder, files) for folder, files in found]
+
+    def find() -> Named:
+        if [_said_by(folder, files) for folder, files in found] != said:
+            raise WeightsChanged(f"files of {_name_of(model)} changed while its weights were read")
+        return _named(model, meaning, found, exact)
+
+    return Identity.found_by(guess, find)
+
+
+def vouched_namespace(name: str, meaning: Mapping[str, Any]) -> Named:
+    """Return the namespace of weights and code that the caller names, and vouches for: nothing is
+    read. Whoever uses a name for other weights gets wrong blocks."""
+    if not name:
+        raise ValueError("a vouched name is not empty")
+    return _hashed(name, {"vouched": name}, meaning)
+
+
+def _named(
+    model: Model, meaning: Mapping[str, Any], found: Iterable[tuple[Path, Sequence[Path]]], digest: _Digest
+) -> Named:
+    try:
+        models = [{"weights": digest(_weights_in(files)), "said": _said_by(folder, files)} for folder, files in found]
+    except OSError as error:
+        raise ConfigError(f"The files of {_name_of(model)} cannot be read: {error}") from error
+    return _hashed(_name_of(model), {"models": models}, meaning)
+
+
+def _hashed(name: str, known: Mapping[str, Any], meaning: Mapping[str, Any]) -> Named:
+    if not meaning:
+        raise ValueError("weights alone do not say what a block's bytes mean: name the rest")
+    try:
+        text = json.dumps({"format": FORMAT_VERSION, **known, "meaning": meaning}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"what gives blocks their meaning is named as JSON values: {error}") from error
+    return Named(hashlib.sha256(text.encode()).digest(), {"model": name, "facts": json.loads(text)})
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _files_of(model: Model) -> tuple[Path, list[Path]]:
+    """Return the directory of a model's files, and those that count. Raises ConfigError."""
+    place = _place_of(model)
+    folder = place.parent if place.is_file() else place
+    try:
+        kinds = _WEIGHTS | _SAY_HOW
+        files = sorted(file for file in folder.rglob("*") if file.suffix in kinds and file.is_file())
+    except OSError as error:
+        raise ConfigError(f"The files of {_name_of(model)} cannot be listed: {error}") from error
+    if not _weights_in(files):
+        raise ConfigError(f"There are no weight files of {_name_of(model)} in {folder}.")
+    return folder, files
+
+
+def _place_of(model: Model) -> Path:
+    name, revision = model if isinstance(model, tuple) else (model, None)
+    if (place := Path(name)).exists():
+        if revision is not None:
+            raise ValueError(f"{name} is a directory, and has no revision")
+        return place
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(name), revision=revision, local_files_only=True))
+    except Exception as error:  # of classes that the hub's library has of its own, or it is missing
+        raise ConfigError(f"The files of {name} are neither a directory nor in the hub's cache.") from error
+
+
+def _weights_in(files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if file.suffix in _WEIGHTS]
+
+
+def _said_by(folder: Path, files: Sequence[Path]) -> dict[str, str]:
+    """Return a digest of each file that may say how a model is computed. Raises OSError."""
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if file.suffix in _SAY_HOW and file.name not in _OF_TEXT
+    }
+
+
+def _name_of(model: Model) -> str:
+    if isinstance(model, tuple):
+        return f"{model[0]}@{model[1]}" if model[1] else model[0]
+    return str(model)
+
+
+def _usual_memory() -> Path:
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "kvdisk"
