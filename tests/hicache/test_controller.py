@@ -9,6 +9,8 @@ import time
 
 import pytest
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache import hicache_storage
 from support.drive_blocks import gated_device
 
 from hicache.trees import Tree, extra_config, prompt, write_model
@@ -160,6 +162,21 @@ def test_a_hanging_drive_holds_no_thread_longer_than_the_deadline(tmp_path, mode
         assert all(thread.is_alive() for thread in again.threads)
         device.opens.set()
         again.close()
+
+
+@pytest.mark.skipif(not hasattr(hicache_storage, "HiCacheStorageFailureInjector"), reason="0.5.23 has it first")
+def test_behind_sglangs_own_injector_of_failures_and_delays(tmp_path, model):
+    chance, delay_s = (envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE, envs.SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY)
+    with chance.override(0.3), delay_s.override(0.01):
+        tree = Tree(model, extra_config(tmp_path / "store"))
+        assert isinstance(tree.backend, hicache_storage.HiCacheStorageFailureInjector)
+        for number in range(8):
+            tree.compute(prompt(number, 6))
+        tree.cache.reset()
+        found = [tree.load(prompt(number, 6)) for number in range(8)]
+        assert 0 < sum(found) < 8 * len(prompt(0, 6))
+        assert all(thread.is_alive() for thread in tree.threads)
+        tree.close()
 
 
 def test_rows_are_torchs_memory(tmp_path, model):
