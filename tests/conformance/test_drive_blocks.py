@@ -29,7 +29,7 @@ from kvdisk.device.segment import segment_path
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import Job, JobResult, Plan, Reason, Report
-from kvdisk.store import ROOM_S, BlockStore, Ended, Get, Presence, Put, Result, Rows, ThreadMover
+from kvdisk.store import ROOM_S, BlockStore, Ended, Get, Presence, Put, Result, Rows, ThreadMover, geometry_of
 from kvdisk.testing.store_conformance import (
     KINDS,
     content_of,
@@ -133,6 +133,25 @@ def test_usage_and_a_share_of_each_tenant_count_beside_each_other(tmp_path: Path
     share, tenant = store._parts.nvme.share, store._parts.salts.of("ada")  # type: ignore[union-attr]
     assert share is not None
     assert share.count(store._manager._geometry.size_classes[0], tenant) == 8
+    store.close()
+
+
+def test_a_hold_counts_what_is_before_its_blocks_and_ends(tmp_path: Path) -> None:
+    """A block stays only if all before it do. Held again, it counts once; after its time it counts
+    no more."""
+    rows = make_rows()
+    store = opened(tmp_path, rows)
+    put_all(store, rows, KEYS)
+    nvme = store._parts.nvme
+    assert nvme is not None
+    size_class = geometry_of(KINDS).size_classes[0]
+    free = nvme.left_to_stay(size_class)
+    assert free > len(KEYS)
+    store.hold(KEYS[5:8], 1.0)
+    assert nvme.left_to_stay(size_class) == free - 8
+    store.hold(KEYS[6:8], 2.0)
+    assert nvme.left_to_stay(size_class) == free - 8
+    run_until(store, lambda: nvme.left_to_stay(size_class) == free, [])
     store.close()
 
 
