@@ -239,11 +239,18 @@ def configurations(text: str) -> Iterator[dict[str, object]]:
             if "secondary_tiers" not in extra:
                 assert whole["kv_connector"] == "KVDiskConnector" and whole["kv_role"] == "kv_both"
                 yield extra
+        for found in re.finditer(r"--hicache-storage-backend-extra-config '(.*?)'", block, re.DOTALL):
+            whole = json.loads(found[1])
+            assert (whole["module_path"], whole["class_name"]) == ("kvdisk.sglang", "HiCache")
+            yield whole["kvdisk"]
 
 
 def test_configurations_in_the_text_are_right():
     found = {path.relative_to(ROOT).as_posix(): list(configurations(path.read_text())) for path in prose()}
-    wanted = {"README.md", *(f"docs/{name}.md" for name in ("index", "QUICKSTART", "CONFIGURATION", "OPERATING"))}
+    wanted = {
+        "README.md",
+        *(f"docs/{name}.md" for name in ("index", "QUICKSTART", "CONFIGURATION", "OPERATING", "SGLANG")),
+    }
     assert wanted <= {name for name, values in found.items() if values}
     for values in found.values():
         for one in values:

@@ -24,8 +24,10 @@ MOST_PARAMETERS = 7
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "vllm": ("kvdisk/connector/",),
+    "sglang": ("kvdisk/sglang/",),
     "torch": (
         "kvdisk/connector/",
+        "kvdisk/sglang/",
         "kvdisk/worker/copier.py",
         "kvdisk/worker/copy_check.py",
         "kvdisk/worker/arena.py",
@@ -46,7 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pyarrow": ("kvdisk/cli/export.py",),
     "tokenizers": ("kvdisk/cli/why.py",),
     "pytest": ("kvdisk/testing/",),
-    "huggingface_hub": ("kvdisk/connector/model_files.py", "kvdisk/model_identity.py"),
+    "huggingface_hub": ("kvdisk/connector/model_files.py", "kvdisk/model_identity.py", "kvdisk/sglang/identity.py"),
     "modelscope": ("kvdisk/connector/model_files.py",),
 }
 """Where a package that is not ours may be imported; what is not listed may be imported nowhere."""

@@ -30,8 +30,13 @@ NOT_FOUND = ("No matching distribution found", "Could not find a version that sa
 LAST_LINES = 12
 FAKE_GPU = ROOT / "tests" / "fake_gpu"
 FAKE_GPU_PARTS = {"cuda": "PyTorch's CUDA build and Triton (0.8 GB)", "cuda-headers": "the headers of CUDA's runtime"}
+ENGINE_PARTS = {
+    "sglang": "SGLang 0.5.23 without what it needs (39 MB, 0.2 GB on the drive)",
+    "sglang-before": "SGLang 0.5.22 without what it needs (34 MB, 0.2 GB on the drive)",
+}
 NO_WHEEL = 75
-"""The exit code where nothing is wrong but that PyTorch's CUDA build cannot be had."""
+"""The exit code where nothing is wrong but that PyTorch's CUDA build, or an engine's package,
+cannot be had."""
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 """What vLLM's CPU build links to, beside what every machine has, and Debian's packages of it."""
 ALSO = "# Also: "
@@ -46,7 +51,7 @@ class InstallError(Exception):
 
 
 class WheelMissingError(InstallError):
-    """Pip finds no wheel of PyTorch's CUDA build, or of what it is used with."""
+    """Pip finds no wheel of PyTorch's CUDA build, of what it is used with, or of an engine."""
 
 
 class Installer:
@@ -141,18 +146,9 @@ class Installer:
     def install_fake_gpu(self, beside: Path) -> None:
         """Install PyTorch's CUDA build before the packages of another environment, and build the
         GPU of host memory for it. Raises WheelMissingError where pip finds no such wheel."""
-        (packages,) = self.venv.glob("lib/python*/site-packages")
-        others = next(beside.glob("lib/python*/site-packages"), None)
-        if others is None:
-            raise InstallError(f"{beside} is not there, and has what runs beside PyTorch: run make install-dev first.")
-        (packages / "beside.pth").write_text(f"import site; site.addsitedir({str(others)!r})\n")
-        for name in ("cuda", "cuda-headers"):
-            listed = REQUIREMENTS / f"{name}.txt"
-            place = ["--upgrade", "--target", str(self.venv / name)] if name == "cuda-headers" else []
-            try:
-                self._step(name, FAKE_GPU_PARTS[name], listed.read_text(), ["--no-deps", *place, "-r", str(listed)])
-            except InstallError as failure:
-                raise WheelMissingError(str(failure)) if self._not_found() else failure from None
+        self._find_also(beside)
+        for name, what in FAKE_GPU_PARTS.items():
+            self._install_alone(name, what, apart=name == "cuda-headers")
         sources = [
             FAKE_GPU / "build.py",
             *(path for kind in ("cpp", "h") for path in sorted(FAKE_GPU.rglob(f"*.{kind}"))),
@@ -161,6 +157,33 @@ class Installer:
         headers = self.venv / "cuda-headers" / "nvidia" / "cu13" / "include"
         command = [str(self.python), str(FAKE_GPU / "build.py"), str(headers)]
         self._stamped("fake-gpu", "building the GPU of host memory", text, command)
+
+    def install_engines(self, beside: Path) -> None:
+        """Install the packages of other engines, each into a directory of its own and without what
+        it needs, beside the packages of another environment. Raises WheelMissingError where pip
+        finds no such wheel."""
+        self._find_also(beside)
+        for name, what in ENGINE_PARTS.items():
+            self._install_alone(name, what, apart=True)
+
+    def _find_also(self, beside: Path) -> None:
+        """Find the packages of another environment, too. Raises InstallError where it is not
+        there."""
+        (packages,) = self.venv.glob("lib/python*/site-packages")
+        others = next(beside.glob("lib/python*/site-packages"), None)
+        if others is None:
+            raise InstallError(f"{beside} is not there, and has what runs beside PyTorch: run make install-dev first.")
+        (packages / "beside.pth").write_text(f"import site; site.addsitedir({str(others)!r})\n")
+
+    def _install_alone(self, name: str, what: str, *, apart: bool) -> None:
+        """Install a list without a resolver. ``apart``: into a directory of its name. Raises
+        WheelMissingError where pip finds no such wheel."""
+        listed = REQUIREMENTS / f"{name}.txt"
+        place = ["--upgrade", "--target", str(self.venv / name)] if apart else []
+        try:
+            self._step(name, what, listed.read_text(), ["--no-deps", *place, "-r", str(listed)])
+        except InstallError as failure:
+            raise WheelMissingError(str(failure)) if self._not_found() else failure from None
 
     def _checkout(self) -> str:
         compiled = (path.read_text() for path in sorted((ROOT / "kvdisk").rglob("*.c")))
@@ -321,10 +344,16 @@ def main() -> int:
     parser.add_argument("--mutate", action="store_true", help="also what changes modules to try their tests")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
     parser.add_argument("--fake-gpu", action="store_true", help="only a GPU of host memory beside --venv, for tests")
+    parser.add_argument("--engines", action="store_true", help="only other engines' packages beside --venv, for tests")
     arguments = parser.parse_args()
     start_s = time.monotonic()
     try:
-        if arguments.fake_gpu:
+        if arguments.engines:
+            check_python()
+            installer = Installer(arguments.venv.with_name(f"{arguments.venv.name}-engines").absolute(), "")
+            installer.make_venv()
+            installer.install_engines(arguments.venv.absolute())
+        elif arguments.fake_gpu:
             check_python()
             installer = Installer(arguments.venv.with_name(f"{arguments.venv.name}-cuda").absolute(), "")
             installer.make_venv()
@@ -339,7 +368,9 @@ def main() -> int:
         if arguments.mutate:
             installer.install("mutate", "what changes modules to try their tests")
     except WheelMissingError:
-        print("kvdisk: pip finds no CUDA build of PyTorch here, so that nothing runs on the GPU of host memory")
+        what = "engine's package" if arguments.engines else "CUDA build of PyTorch"
+        where = "behind other engines" if arguments.engines else "on the GPU of host memory"
+        print(f"kvdisk: pip finds no {what} here, so that nothing runs {where}")
         return NO_WHEEL
     except InstallError as failure:
         print(f"kvdisk: {failure}", file=sys.stderr)

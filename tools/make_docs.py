@@ -334,6 +334,7 @@ PACKAGES = (
     "cli",
     "cli/replay",
     "cli/report",
+    "sglang",
     "testing",
 )
 """The folders of kvdisk/, in the order of docs/MODULES.md."""
