@@ -34,7 +34,7 @@ on_fake_gpu = @$(INSTALL) --fake-gpu; code=$$?; [ $$code -ne 75 ] || exit 0; [ $
 	.venv-cuda/bin/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "(gpu or fake_gpu) and $(1)" $(2) tests/gpu tests/fake_gpu; \
 	code=$$?; [ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
-.PHONY: help install install-device install-dev check test test-cuda torture torture-cuda test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
+.PHONY: help install install-device install-dev check test test-cuda test-engines torture torture-cuda test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,11 @@ test-cuda: install-dev ## the CUDA path on PyTorch's CUDA build and a GPU of hos
 
 torture-cuda: install-dev ## the long tests of the CUDA path, in parts with SHARD=1/2
 	$(call on_fake_gpu,torture,$(ONE_SHARD))
+
+test-engines: install-dev ## kvdisk behind SGLang's own code, of two versions; downloads 73 MB
+	@$(INSTALL) --engines; code=$$?; [ $$code -ne 75 ] || exit 0; [ $$code -eq 0 ] || exit $$code; \
+	for each in sglang sglang-before; do \
+	  PYTHONPATH=.venv-engines/$$each .venv-engines/bin/python -m pytest -n0 --timeout 1800 tests/hicache || exit 1; done
 
 torture: install-dev ## the long tests, or with SHARD=2/6 the second sixth of them; see docs/TESTING.md
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) -m "torture and not fake_gpu" --durations 12 $(ONE_SHARD)
@@ -104,5 +109,5 @@ docs: ## build the documentation into site/, which opens without a network
 	@echo "kvdisk: the documentation is in site/index.html"
 
 clean: ## remove .venv, the site, the demo's files and all caches
-	rm -rf .venv .venv-gpu .demo site build dist kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-gpu .venv-cuda .venv-engines .demo site build dist kvdisk.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find kvdisk tests tools -name __pycache__ -prune -exec rm -rf {} +
