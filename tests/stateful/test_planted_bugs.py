@@ -211,7 +211,7 @@ def forget_losses(real: Real, catalog: Catalog, *args: Any) -> None:
 def load_later_parts_from_anywhere(planter: Planter) -> None:
     lower_shares(planter.patch, 1, Kind.LOADS)
     planter.replace_in(
-        LoadJobs, "_plan_job", Copies, "take_from_others", lambda real, copies, read, _tiers=None: real(copies, read)
+        LoadJobs, "_reads", Copies, "take_from_others", lambda real, copies, read, _tiers=None: real(copies, read)
     )
 
 
@@ -446,7 +446,6 @@ RARE = (
     "source of a failed promotion kept",
     "refused block never offered again",
     "late slots of a promotion freed",
-    "later part of a load from a tier that is left out",
     "bad block of the remote store loaded again",
 )
 """The search for these takes hundreds of examples, and longer than for all others together."""
