@@ -324,8 +324,9 @@ class BucketWorld(DriveWorld):
         super().open()
 
     def note_loaded(self) -> None:
-        stats = self.bench.tier._store_stats()
-        self.loaded_bytes += stats.sum_of("transfer_bytes.remote_to_cpu")
+        store = self.bench.tier._store
+        if store is not None:  # else an error has switched it off
+            self.loaded_bytes += store.stats().sum_of("transfer_bytes.remote_to_cpu")
 
     def spoil(self) -> None:
         """A bit of some slot, or of some object, is flipped."""
