@@ -82,13 +82,13 @@ class SharedRows(NamedTuple):
         assert place and end == _Mapped(place.file, place.offset + size - 1), "rows lie in one shared mapping"
         found: dict[tuple[int, int], int] = {}
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
+            with suppress(OSError), ExitStack() as undo:
                 fd = os.dup(int(name))  # another thread may close the number, or give it to another file
+                undo.callback(os.close, fd)
                 status = os.fstat(fd)
                 if (status.st_dev, status.st_ino) not in found and _is_mapped(fd, place, size):
                     found[status.st_dev, status.st_ino] = fd
-                else:
-                    os.close(fd)
+                    undo.pop_all()
         if len(found) != 1:  # subvolumes of btrfs number their files alike
             for fd in found.values():
                 os.close(fd)

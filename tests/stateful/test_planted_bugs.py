@@ -240,7 +240,7 @@ def store_unwatched(planter: Planter) -> None:
 
 def forget_whose_long_loads_are(planter: Planter) -> None:
     lower_bounds(planter.patch)
-    planter.replace_in(StorePlanner, "_look_later", StorePlanner, "_note_tenant", lambda *_: None)
+    planter.replace_in(StorePlanner, "_look_at", StorePlanner, "_note_tenant", lambda *_: None)
 
 
 def forget_whose_states_are(planter: Planter) -> None:
@@ -369,7 +369,7 @@ BUGS = {
     "neighbour's block kept under a generation of its own": Bug(give_another_generation),
     "lookup remembered after an eviction": Bug(instead(Catalog, "_change", forget_losses), (on.ONE_GROUP,)),
     "lookup remembered whatever one tier gets or loses": Bug(
-        instead(Catalog, "changes", lambda real, catalog, _tiers: real(catalog)), (on.LIMITED,)
+        instead(Catalog, "changes", lambda real, catalog, _tiers=None: real(catalog)), (on.LIMITED,)
     ),
     "lookup remembered though blocks grow too old": Bug(instead(Catalog, "limit_ages", forget_losses), (on.AGES,)),
     "block loaded that is too old": Bug(load_parts_that_are_too_old, (on.LONG_SIZES["ages"],)),

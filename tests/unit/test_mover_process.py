@@ -301,6 +301,26 @@ def test_rows_are_found_among_files_of_the_same_inode_on_other_file_systems(tmp_
         rank.close()
 
 
+def test_the_search_for_rows_leaves_no_file_open_that_can_only_be_written(tmp_path):
+    """A server's log is such a file, once it is as long as its rows."""
+    mine = os.memfd_create("rows")
+    os.ftruncate(mine, FILE_BYTES)
+    rows = np.frombuffer(mmap.mmap(mine, 0), np.uint8, offset=4096).reshape(ROWS, ROW_BYTES)
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    os.ftruncate(log, FILE_BYTES)
+    os.close(SharedRows.of(rows).fd)
+    path = str(tmp_path / "log")
+    assert [fd for fd in os.listdir("/proc/self/fd") if _target(fd) == path] == [str(log)]
+    os.close(log)
+    os.close(mine)
+
+
+def _target(fd: str) -> str:
+    with suppress(OSError):  # the listing's own is closed by now
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
+
+
 def test_rows_are_found_by_what_is_mapped_and_not_by_a_number_alone(monkeypatch):
     """As above, where no file system can be mounted: all files seem to have one inode."""
     other, mine = os.memfd_create("other"), os.memfd_create("rows")
