@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.lmcache import adapter, models, parameters, pieces, versions
 from kvdisk.lmcache.prompts import Prompts
 from kvdisk.lmcache.tasks import Tasks
+from kvdisk.store import Result
 from l2adapter.adapters import NAME, Arena, Driver, key_of, parameters_for, write_model
 
 MIB = 1 << 20
@@ -97,6 +99,39 @@ def eventually(is_so, wait_s=20.0):
     return True
 
 
+def test_what_was_kept_in_part_is_not_found(driver, monkeypatch):
+    real = driver.adapter._store.put
+
+    def put_some(blocks, wait_s):
+        future = Future()
+        real(blocks[1:], wait_s).add_done_callback(lambda ended: future.set_result([Result.NO_ROOM, *ended.result()]))
+        return future
+
+    monkeypatch.setattr(driver.adapter._store, "put", put_some)
+    assert not driver.store_bytes([key_of(1)], [5 * MIB], [1])
+    monkeypatch.undo()
+    assert eventually(lambda: driver.look_up([key_of(1)], {0: 5 * MIB}) == [False])
+    assert driver.store_bytes([key_of(1)], [5 * MIB], [1])
+    assert driver.load_and_compare([key_of(1)], [5 * MIB], [1]) == [True]
+
+
+def test_objects_follow_each_other_as_they_were_looked_up(driver, monkeypatch):
+    real, asked = driver.adapter._store.put, []
+    monkeypatch.setattr(
+        driver.adapter._store, "put", lambda blocks, wait_s: asked.extend(blocks) or real(blocks, wait_s)
+    )
+    keys = [key_of(1), key_of(1, group=1), key_of(2), key_of(2, group=1)]
+    driver.look_up(keys, {0: 3 * MIB, 1: 3 * MIB})
+    assert driver.store_bytes([keys[2], keys[1], keys[0]], [3 * MIB] * 3, [3, 2, 1])
+    pieces_each = len(asked) // 3
+    third, second, first = (asked[at : at + pieces_each] for at in range(0, len(asked), pieces_each))
+    for one in (first, second, third):
+        assert [put.parent for put in one[1:]] == [put.key for put in one[:-1]]
+    assert first[0].parent is None
+    assert second[0].parent is None, "of another group"
+    assert third[0].parent == first[-1].key
+
+
 # -- what is the same object -----------------------------------------------------------------------
 
 
@@ -122,9 +157,13 @@ def test_other_weights_under_the_same_name_find_nothing(tmp_path):
 
 
 def test_each_part_of_a_key_counts_and_so_does_the_layout(driver):
-    assert driver.store_bytes([key_of(1)], [MIB], [1])
+    assert driver.store_bytes([key_of(1), key_of(1, salt="a")], [MIB, MIB], [1, 2])
     others = [key_of(2), key_of(1, salt="b"), key_of(1, group=1), key_of(1, rank=0x02000200), key_of(1, name="b")]
     assert driver.look_up([key_of(1), *others], {0: MIB, 1: MIB}) == [True, *[False] * 5]
+    assert driver.load_and_compare([key_of(1, salt="a"), key_of(1), others[1]], [MIB] * 3, [2, 1, 1])[:2] == [
+        True,
+        True,
+    ]
     assert driver.look_up([key_of(1)], {0: MIB}, torch.float16) == [False], "as many bytes of another type"
     assert driver.look_up([key_of(1)], {0: 2 * MIB}) == [False]
     assert driver.look_up([key_of(1)], {}) == [False], "its layout is not said"
@@ -208,6 +247,18 @@ def test_the_cap_holds_with_two_sizes(tmp_path, model):
     assert 3 < len(some) < 12
     seeds = [2 * turn for turn in range(24) if found[turn]]
     assert all(driver.load_and_compare(some, [6 * MIB] * len(some), seeds)), "what was found was held"
+    driver.close()
+
+
+def test_what_was_found_is_held(tmp_path, model):
+    driver = Driver(parameters_for(tmp_path / "store", model, 64 * MIB)).wait_known()
+    assert driver.store_bytes([key_of(0)], [6 * MIB], [0])
+    assert driver.look_up([key_of(0)], {0: 6 * MIB}) == [True]
+    for number in range(1, 25):
+        for _ in range(3):  # asked for more often than the first one
+            driver.look_up([key_of(number)], {0: 6 * MIB})
+        driver.store_bytes([key_of(number)], [6 * MIB], [number])
+    assert driver.load_and_compare([key_of(0)], [6 * MIB], [0]) == [True]
     driver.close()
 
 
