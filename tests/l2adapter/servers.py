@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lmcache._version import __version__
 from lmcache.cli.commands.bench.server_bench import helpers
 from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
 from lmcache.cli.commands.bench.server_bench.config import BenchConfig
@@ -26,6 +27,9 @@ from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 from l2adapter.adapters import option_for
 
 WAIT_S = 90.0
+HAS_SHM = __version__ == "0.5.5"
+"""Whether the server has its memory where engines map it. The client of 0.5.5 does nothing without;
+that of 0.5.6 sends its KV by messages."""
 CHUNK_TOKENS = 256
 BLOCKS, BLOCK_TOKENS = 128, 16
 SHAPE = f"(2,{BLOCKS},{BLOCK_TOKENS},8,128):float16:4"
@@ -55,12 +59,13 @@ class Server:
     def __init__(self, parameters: Any, folder: Path, *more: str) -> None:
         self.port, self.http_port = free_port(), free_port()
         self._log = folder / f"server-{self.port}.log"
+        self._shm_name = f"kvdisk-tests-{self.port}"
         arguments = command(
             *("server", "--host", "127.0.0.1", "--port", str(self.port), "--http-host", "127.0.0.1"),
             *("--http-port", str(self.http_port), "--l1-size-gb", "0.25", "--no-l1-use-lazy"),
             *("--eviction-policy", "LRU", "--chunk-size", str(CHUNK_TOKENS), "--hash-algorithm", "blake3"),
             *("--supported-transfer-mode", "auto", "--disable-metrics"),
-            *("--l2-adapter", option_for(parameters), *more),
+            *("--l2-adapter", option_for(parameters), *(("--shm-name", self._shm_name) if HAS_SHM else ()), *more),
         )
         with self._log.open("w") as log:
             self.process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment())
@@ -110,6 +115,7 @@ class Server:
         """End it with no chance to finish anything."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        Path("/dev/shm", self._shm_name).unlink(missing_ok=True)  # noqa: S108 - where the system has it
 
     def stop(self) -> None:
         """End it in order."""
@@ -147,12 +153,18 @@ class Engine:
     def _named(self) -> Iterator[None]:
         """Have the client use this model and tenant: it has constants for them."""
         name, make = helpers._MODEL_NAME, helpers._make_key
+        functions = [each for each in vars(helpers).values() if name in (getattr(each, "__defaults__", None) or ())]
+        defaults = [each.__defaults__ for each in functions]  # of those of 0.5.5
         helpers._MODEL_NAME = self._name
         helpers._make_key = lambda *args, **more: replace(make(*args, **more), cache_salt=self._salt)
+        for each in functions:
+            each.__defaults__ = tuple(self._name if value == name else value for value in each.__defaults__)
         try:
             yield
         finally:
             helpers._MODEL_NAME, helpers._make_key = name, make
+            for each, value in zip(functions, defaults, strict=True):
+                each.__defaults__ = value
 
     def _request(self, number: int) -> Any:
         request = self._client.create_request(number, f"{self._name}-{self._salt}-{next(self._numbers)}", "test")
@@ -161,7 +173,10 @@ class Engine:
 
     def _layers(self, request: Any) -> Iterator[tuple[int, torch.Tensor]]:
         places = slice(request.block_offset, request.block_offset + request.num_blocks)
-        for layer, tensor in enumerate(self._client._workers[0].kv_caches.values()):
+        worker: Any = self._client._workers[0]
+        # by name from 0.5.6 on
+        tensors = worker.kv_caches.values() if hasattr(worker, "kv_caches") else worker.kv_tensors
+        for layer, tensor in enumerate(tensors):
             yield layer, tensor[:, places]
 
     def _kv(self, number: int, layer: int, like: torch.Tensor) -> torch.Tensor:
