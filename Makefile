@@ -68,10 +68,12 @@ test-cuda: install-dev ## the CUDA path on PyTorch's CUDA build and a GPU of hos
 torture-cuda: install-dev ## the long tests of the CUDA path, in parts with SHARD=1/2
 	$(call on_fake_gpu,torture,$(ONE_SHARD))
 
-test-engines: install-dev ## kvdisk behind SGLang's own code, of two versions; downloads 73 MB
+test-engines: install-dev ## kvdisk behind SGLang's and LMCache's own code, two versions of each; needs 0.6 GB
 	@$(INSTALL) --engines; code=$$?; [ $$code -ne 75 ] || exit 0; [ $$code -eq 0 ] || exit $$code; \
 	for each in sglang sglang-before; do \
-	  PYTHONPATH=.venv-engines/$$each .venv-engines/bin/python -m pytest -n0 --timeout 1800 tests/hicache || exit 1; done
+	  PYTHONPATH=.venv-engines/$$each .venv-engines/bin/python -m pytest -n0 --timeout 1800 tests/hicache || exit 1; done; \
+	for each in lmcache lmcache-before; do \
+	  PYTHONPATH=.venv-engines/$$each .venv-engines/bin/python -m pytest -n0 --timeout 1800 tests/l2adapter || exit 1; done
 
 torture: install-dev ## the long tests, or with SHARD=2/6 the second sixth of them; see docs/TESTING.md
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) -m "torture and not fake_gpu" --durations 12 $(ONE_SHARD)

@@ -86,6 +86,16 @@ def identity_of(
     return Identity.found_by(guess, find)
 
 
+def state_of(model: Model) -> tuple[Facts, ...]:
+    """Return what changes when a file of a model does: of the weights, and of all that says how
+    they are computed. Equal states stand for equal files, as long as this process runs. Reads none
+    of them. Raises ConfigError where they are not there."""
+    try:
+        return tuple(facts(_files_of(model)[1]))
+    except OSError as error:
+        raise ConfigError(f"The files of {_name_of(model)} cannot be read: {error}") from error
+
+
 def vouched_namespace(name: str, meaning: Mapping[str, Any]) -> Named:
     """Return the namespace of weights and code that the caller names, and vouches for: nothing is
     read. Whoever uses a name for other weights gets wrong blocks."""

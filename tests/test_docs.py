@@ -243,13 +243,17 @@ def configurations(text: str) -> Iterator[dict[str, object]]:
             whole = json.loads(found[1])
             assert (whole["module_path"], whole["class_name"]) == ("kvdisk.sglang", "HiCache")
             yield whole["kvdisk"]
+        for found in re.finditer(r"--l2-adapter '(.*?)'", block, re.DOTALL):
+            whole = json.loads(found[1])
+            assert (whole["module_path"], whole["class_name"]) == ("kvdisk.lmcache", "L2Adapter")
+            yield whole["adapter_params"]["kvdisk"]
 
 
 def test_configurations_in_the_text_are_right():
     found = {path.relative_to(ROOT).as_posix(): list(configurations(path.read_text())) for path in prose()}
     wanted = {
         "README.md",
-        *(f"docs/{name}.md" for name in ("index", "QUICKSTART", "CONFIGURATION", "OPERATING", "SGLANG")),
+        *(f"docs/{name}.md" for name in ("index", "QUICKSTART", "CONFIGURATION", "OPERATING", "SGLANG", "LMCACHE")),
     }
     assert wanted <= {name for name, values in found.items() if values}
     for values in found.values():

@@ -25,6 +25,7 @@ MOST_PARAMETERS = 7
 ROOMS: dict[str, tuple[str, ...]] = {
     "vllm": ("kvdisk/connector/",),
     "sglang": ("kvdisk/sglang/",),
+    "lmcache": ("kvdisk/lmcache/",),
     "torch": (
         "kvdisk/connector/",
         "kvdisk/sglang/",

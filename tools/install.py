@@ -31,8 +31,10 @@ LAST_LINES = 12
 FAKE_GPU = ROOT / "tests" / "fake_gpu"
 FAKE_GPU_PARTS = {"cuda": "PyTorch's CUDA build and Triton (0.8 GB)", "cuda-headers": "the headers of CUDA's runtime"}
 ENGINE_PARTS = {
-    "sglang": "SGLang 0.5.23 without what it needs (39 MB, 0.2 GB on the drive)",
-    "sglang-before": "SGLang 0.5.22 without what it needs (34 MB, 0.2 GB on the drive)",
+    "sglang": "SGLang 0.5.23 without what it needs (39 MB, 132 MB on the drive)",
+    "sglang-before": "SGLang 0.5.22 without what it needs (34 MB, 118 MB on the drive)",
+    "lmcache": "LMCache 0.5.6 without what it needs (18 MB, 82 MB on the drive)",
+    "lmcache-before": "LMCache 0.5.5 without what it needs (18 MB, 82 MB on the drive)",
 }
 NO_WHEEL = 75
 """The exit code where nothing is wrong but that PyTorch's CUDA build, or an engine's package,

@@ -335,6 +335,7 @@ PACKAGES = (
     "cli/replay",
     "cli/report",
     "sglang",
+    "lmcache",
     "testing",
 )
 """The folders of kvdisk/, in the order of docs/MODULES.md."""

@@ -15,7 +15,7 @@ import pytest
 
 from kvdisk.connector.weights import WeightsChanged
 from kvdisk.errors import ConfigError
-from kvdisk.model_identity import identity_of, namespace_of, vouched_namespace
+from kvdisk.model_identity import identity_of, namespace_of, state_of, vouched_namespace
 
 MEANING = {"engine": "an engine 1.2", "dtype": "bfloat16", "rank": [0, 2]}
 
@@ -163,6 +163,20 @@ def test_files_that_change_meanwhile_have_no_identity(tmp_path: Path, monkeypatc
     goes_on.set()
     with pytest.raises(WeightsChanged):
         identity.wait(120.0)
+
+
+@pytest.mark.parametrize("file", ["model-1.safetensors", "config.json", "modeling_mine.py"])
+def test_a_state_shows_that_a_file_has_changed(tmp_path: Path, file: str) -> None:
+    model = make_model(tmp_path / "model")
+    state = state_of(model)
+    (model / "README.md").write_text("another text")
+    assert state_of(model) == state
+    flip(model / file, 5)
+    assert state_of(model) != state
+    (model / file).unlink()
+    assert state_of(model) != state
+    with pytest.raises(ConfigError):
+        state_of(tmp_path / "nothing")
 
 
 def test_it_needs_no_engine() -> None:
