@@ -322,10 +322,10 @@ class SharedStore:
 class Endings:
     """Jobs that have ended, and a descriptor that is readable while there are some.
 
-    For a loop that waits in ``poll``, ``select`` or an event loop, and takes all that has ended: who
-    asks for one job after the other would miss the rest. Any thread may make any call. A reader may
-    read the descriptor's counter before ``take``, as of any eventfd. Raises OSError where there is
-    no descriptor left.
+    For a loop that waits in ``poll``, ``select`` or an event loop, and takes all that has ended:
+    who asks for one job after the other would miss the rest. Any thread may make any call. A reader
+    may read the descriptor's counter before ``take``, as of any eventfd. Raises OSError where there
+    is no descriptor left.
     """
 
     def __init__(self) -> None:
