@@ -10,6 +10,7 @@ hands out what is free then. A drive's slots come free with a commit, so room th
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -48,7 +49,7 @@ class TierStatus(NamedTuple):
 _ALWAYS = TierStatus()
 
 
-class Room:
+class Room(ABC):
     """A tier's room; what it says is of a tier that is always there and can always be written.
 
     ``admission`` decides who may enter. ``capacity``: slots that there may be, by size class.
@@ -253,7 +254,7 @@ class Room:
         """Return slots that were just taken, and not used."""
         self.pool.release(slots)
 
-    def make_room(self, now: float, wanted: Sequence[int]) -> None:
+    def make_room(self, now: float, wanted: Sequence[int]) -> None:  # noqa: B027 - not all need it
         """Have ``wanted`` slots by size class free soon, where ``allocate`` evicts nothing."""
 
     def make_room_for_dirty(self, now: float, most: int) -> None:
@@ -384,9 +385,9 @@ class Room:
         """Return the test whether a copy may be evicted for room: to be used at once."""
         return self._catalog.evictable_in(self.tier)
 
+    @abstractmethod
     def end(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""
-        raise NotImplementedError
 
     # -- what goes to the tier below ---------------------------------------------------------------
 
