@@ -83,6 +83,7 @@ class TierManager:
         """When a job was last sent or answered, or a change of the index made or committed; at the
         start: not yet."""
         self._noted_s = -1
+        """What ``note_time`` was told last."""
         self._longest_silence_s = bounds.SILENT_DEADLINES * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers

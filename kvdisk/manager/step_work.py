@@ -192,7 +192,7 @@ class StepWork:
     def run(self, now: float, *kinds: Kind) -> None:
         """Do what waits, of these kinds or of all, in their order, as far as the budget goes."""
         self.now = now
-        for kind in kinds or SHARES:
+        for kind in sorted(kinds) or SHARES:
             if kind in self._waiting and self._is_open(kind, now):
                 for owner in tuple(self.owners(kind)):
                     if not self._go_on(kind, owner):
