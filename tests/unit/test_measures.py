@@ -103,7 +103,7 @@ SAYS = {
     "compare_policies": "**trace**",
     "replay_states": "30 %  learned",
     "measure_offloading": "Chunks that hit",
-    "measure_units": "trace, at most",
+    "measure_units": "trace.jsonl, at most",
 }
 
 
@@ -125,6 +125,8 @@ def test_every_tool_that_a_page_names_is_run_by_a_test():
 
 
 ELSEWHERE = {
+    "bench_hicache": "hicache/test_bench.py",
+    "bench_lmcache": "l2adapter/test_bench.py",
     "figure_pages": "unit/test_figures.py",
     "compare_offloading": "connector/test_torture_compare.py",
     "compare_policies": "unit/test_measures.py",
