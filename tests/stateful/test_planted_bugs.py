@@ -437,24 +437,15 @@ BUGS = {
     "neighbour's segment never closed": Bug(instead(NeighbourCopies, "unpin", never_close)),
 }
 
-RARE = (
-    "sources let go when the first rank has copied",
-    "late slots freed when the first rank released them",
-    "failed position promised again",
-    "what cannot be opened now promised",
-    "what cannot be opened now given up",
-    "slot reused before its deletion is committed",
-    "source of a failed promotion kept",
-    "refused block never offered again",
-    "late slots of a promotion freed",
-    "bad block of the remote store loaded again",
-)
-"""The search for these takes hundreds of examples, and longer than for all others together."""
+
+def test_every_bug_has_its_places():
+    for bug in BUGS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            bug.plant(Planter(patch))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.torture if name in RARE else ()) for name in BUGS]
-)
+@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.torture
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planter = Planter(monkeypatch)
     BUGS[name].plant(planter)
