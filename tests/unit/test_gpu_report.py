@@ -42,7 +42,7 @@ SHAPES = {shape.name: shape for shape in (*gpu_measures.SHAPES, gpu_measures.MLA
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """A GPU of host memory, with GPUDirect."""
+    """Host memory for a GPU, with GPUDirect."""
     monkeypatch.setattr(copier, "CudaLanes", CpuLanes)
     monkeypatch.setattr(gpu_report, "gds_unavailable", lambda: None)
     monkeypatch.setattr(gpu_measures, "GdsDevice", lambda: AddressedDevice(PosixDevice()))
