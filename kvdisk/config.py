@@ -8,7 +8,7 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def parse_bytes(key: str, value: Any) -> int:
     Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS or match[2] == "m":
         raise ConfigError(f"{key} must be a size in bytes such as 1073741824 or '500GiB', not {value!r}.")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -419,9 +419,7 @@ class Config:
         unknown key the known one that is most like it."""
         for key in values:
             if key not in PARSERS:
-                near = difflib.get_close_matches(str(key).lower(), PARSERS, n=1, cutoff=_NEAR_MISS)
-                meant = f"; the nearest it knows is {near[0]!r}" if near else ""
-                raise ConfigError(f"kvdisk does not know the setting {key!r}{meant}.")
+                raise ConfigError(f"kvdisk does not know the setting {key!r}{nearest(key, PARSERS)}.")
         config = cls(**{key: PARSERS[key](key, value) for key, value in values.items() if value is not None})
         config._check_together()
         return config
@@ -452,6 +450,14 @@ class Config:
 
 
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["parse"] for each in fields(Config)}
+
+
+def nearest(name: str, known: Iterable[str], beginning: str = "") -> str:
+    """Return the end of a sentence about a name that is not known: the known one that is most like
+    it; empty where none is. ``beginning``: all begin so, and are no more alike for it."""
+    folded = {each.removeprefix(beginning).lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).removeprefix(beginning).lower(), folded, n=1, cutoff=_NEAR_MISS)
+    return f"; the nearest it knows is {folded[near[0]]!r}" if near else ""
 
 
 def find_own(key: str, text: str, protocol: type) -> type:

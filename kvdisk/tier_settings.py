@@ -4,12 +4,11 @@ vLLM."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvdisk.assembly import check_settings
-from kvdisk.config import PARSERS, Config
+from kvdisk.config import PARSERS, Config, nearest
 from kvdisk.errors import ConfigError
 
 TYPE = "kvdisk"
@@ -79,9 +78,7 @@ def _refuse_unknown(key: str) -> None:
     if key in Config.__dataclass_fields__:
         raise ConfigError(f"The tier 'kvdisk' has no setting {key!r}: that is of KVDiskConnector alone.")
     known = (*KEYS, *TierSettings._fields[1:], *_VLLM_KEYS)
-    near = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.8)
-    meant = f"; the nearest it knows is {near[0]!r}" if near else ""
-    raise ConfigError(f"The tier 'kvdisk' does not know the setting {key!r}{meant}.")
+    raise ConfigError(f"The tier 'kvdisk' does not know the setting {key!r}{nearest(key, known)}.")
 
 
 def is_tier(entry: Any) -> bool:

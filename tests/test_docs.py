@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from kvdisk.cli import bench
 from kvdisk.cli.main import app
 from kvdisk.config import Config
+from kvdisk.environment import transfer_of
 from kvdisk.stats import METRICS, Miss
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,6 +231,13 @@ def configurations(text: str) -> Iterator[dict[str, object]]:
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.Dict):
                     yield ast.literal_eval(node)
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            if found := dict(re.findall(r"\b(KVDISK_[A-Z_]+)=(\S+)", line)):
+                transfer = transfer_of(found)
+                assert transfer is not None
+                extra = transfer["kv_connector_extra_config"]
+                tiers = extra.get("secondary_tiers")
+                yield extra if tiers is None else {key: value for key, value in tiers[0].items() if key != "type"}
         for found in re.finditer(r"--kv-transfer-config '(.*?)'", block, re.DOTALL):
             whole, _ = decoder.raw_decode(found[1])
             extra = whole["kv_connector_extra_config"]

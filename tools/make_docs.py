@@ -133,8 +133,13 @@ CONFIGURATION = """\
 
 For those who set up an engine: what can be set, and what is the default?
 
-All settings are in `kv_connector_extra_config`, a part of vLLM's `--kv-transfer-config`. None is
-required: without any, kvdisk keeps blocks in 4 GiB of host memory. With a drive:
+Each setting is a variable, or a key of `kv_connector_extra_config`, which is a part of vLLM's
+`--kv-transfer-config`. None is required: without any, kvdisk keeps blocks in 4 GiB of host memory.
+With a drive:
+
+```
+KVDISK_STORE_DIRS=/nvme/kv KVDISK_NVME_BYTES=500GiB KVDISK_CPU_BYTES=32GiB vllm serve MODEL --shutdown-timeout 30
+```
 
 ```
 vllm serve MODEL --shutdown-timeout 30 --kv-transfer-config '{{"kv_connector":"KVDiskConnector","kv_role":"kv_both",
@@ -155,6 +160,24 @@ cpu_bytes must be a size in bytes such as 1073741824 or '500GiB', not '4 gigs'.
 *over all ranks* is shared by the engine's workers: each takes its share. **Times** are seconds.
 `null` is
 the default. [Operating](OPERATING.md#limits-of-a-request) says what a request may ask for itself.
+
+## As variables
+
+`KVDISK_<KEY>` has the key in capitals: `KVDISK_STORE_DIRS`, `KVDISK_NVME_ADMISSION`. vLLM's plugin
+reads them where an engine's configuration is built.
+
+- **The command line wins.** With `--kv-transfer-config` or `--kv-offloading-size` the variables set
+  nothing. A line of the log says which they are, and who has won.
+- **Values** are text, or JSON where they are some: `500GiB`, `true`, `600`, `{{"aws_region": "eu"}}`.
+  Commas separate directories in `KVDISK_STORE_DIRS`; a directory with a comma needs JSON. An empty
+  variable counts as not set.
+- **A name that kvdisk does not know** ends the start with one sentence, and so does a wrong value.
+  Names as Kubernetes makes them of a Service called `kvdisk` are left alone.
+- **`KVDISK_DOOR=offloading`** takes the [other door](OFFLOADING.md): the tier's settings are
+  variables then, and `KVDISK_CPU_BYTES` is vLLM's memory. `connector` is the default.
+- **`kvdisk check`** reads them where it is given no file. **`kvdisk start-args`** prints the JSON.
+- **Set them for each node** of an engine that runs on several. Engines, workers and Ray's actors
+  are sent the configuration, and look at no variable.
 
 | key | default | |
 |---|---|---|

@@ -89,6 +89,7 @@ SHOWN = (
     Shown("top", "top STORE", picture=True, live=25),
     Shown("check", "check kvdisk.json --model Llama-3.1-8B"),
     Shown("check-1", "check remote.json"),
+    Shown("start-args", "start-args KVDISK_STORE_DIRS=/nvme/kv KVDISK_NVME_BYTES=500GiB"),
     Shown("size", "size --model Llama-3.1-8B --nvme 1TiB --cpu 64GiB --write-rate 300GB"),
     Shown("size-1", "size --model Llama-3.1-8B --prefill 4000"),
     Shown("replay", "replay TRACE"),

@@ -47,6 +47,8 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.device.mounts import check_mount
 from kvdisk.device.paths import DIRECTORY_MODE, allocated_bytes
+from kvdisk.environment import CONNECTOR, transfer_of, variables
+from kvdisk.environment import OFFLOADING_CONNECTOR as TIER_DOOR
 from kvdisk.errors import ConfigError, DeviceError, KvdiskError, NoThread, thread_errors
 from kvdisk.geometry import Geometry
 from kvdisk.remote.base import ObjectOp, Objects, RemoteObject, Result
@@ -56,7 +58,6 @@ from kvdisk.tier_settings import MODULE as TIER_MODULE
 from kvdisk.tier_settings import check_either, is_tier, own_tier
 from kvdisk.worker.host_memory import Deployment, host_memory
 
-CONNECTOR, TIER_DOOR = "KVDiskConnector", "OffloadingConnector"
 TRIAL_BYTES = 1 << 20
 _ALLOCATOR, _MOVING_MEMORY = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 _SAID_ELSEWHERE = DENIED_ERRNOS | UNWRITABLE_ERRNOS
@@ -128,9 +129,13 @@ class Answer:
 
 def check(
     file: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG.json", help="What --kv-transfer-config is given, or kvdisk's own part of it."),
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG.json",
+            help="What --kv-transfer-config is given, or kvdisk's own part of it. Without it: KVDISK_ variables.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -151,9 +156,9 @@ def check(
     what cannot be read), at trace_file, and at the drives: O_DIRECT, and how fast
     they are beside what a token of the model takes; and tries the remote store
     with an object of its own. Takes the settings of kvdisk as a tier of vLLM's
-    own connector, too. Run it as the engine's user, in its container. It makes
-    nothing; the file that is measured on goes at once, and so does the object,
-    where the credentials may delete.
+    own connector, too. Run it as the engine's user, in its container and with its
+    variables. It makes nothing; the file that is measured on goes at once, and so
+    does the object, where the credentials may delete.
 
     [bold]Exit codes[/bold]
 
@@ -167,7 +172,7 @@ def check(
     """
     with _no_verdict_of_errors():
         try:
-            settings, problems = read_settings(file), _of_environment(file, os.environ)
+            settings, problems = _read(file, os.environ)
             config, as_tier = check_either(settings), is_tier(settings)
             if config.device == "gds" and (why := gds_unavailable()):
                 raise ConfigError(f"device 'gds' cannot be used: {why}.")
@@ -205,6 +210,19 @@ def _no_verdict_of_errors() -> Iterator[None]:
         raise refusal(said, Exit.OWN_ERROR) from None
 
 
+def _read(file: Path | None, environment: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return kvdisk's settings, from a file or from variables, and sentences about the environment
+    in which an engine would be started with them. Raises ConfigError."""
+    names = ", ".join(variables(environment))
+    if file is not None:
+        set_nothing = [f"{names} set nothing where the engine is given this file"] if names else []
+        return read_settings(file), _of_environment(_read_json(file), environment) + set_nothing
+    whole = transfer_of(environment)
+    if whole is None:
+        raise ConfigError("There is nothing to check: name a file, or set KVDISK_STORE_DIRS and KVDISK_NVME_BYTES.")
+    return _settings_in(whole), _of_environment(whole, environment)
+
+
 def read_settings(file: Path) -> Mapping[str, Any]:
     """Return kvdisk's settings from a file: a connector's, or a tier's entry, as ``is_tier`` says.
     Raises ConfigError."""
@@ -223,14 +241,14 @@ def _read_json(file: Path) -> Any:
         raise ConfigError(f"{file} is no JSON: {error}.") from None
 
 
-def _of_environment(file: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return what in the environment may keep vLLM from starting with a connector. Raises
-    ConfigError where it does."""
+def _of_environment(config: Any, environment: Mapping[str, str]) -> list[str]:
+    """Return what in the environment may keep vLLM from starting with a connector. ``config``: as
+    JSON has it. Raises ConfigError where it does."""
     problems = []
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "kvdisk" not in plugins.split(","):
         sentence = f"VLLM_PLUGINS is {plugins!r}, and vLLM finds kvdisk only where it lists kvdisk"
-        text = json.dumps(_read_json(file))
+        text = json.dumps(config)
         is_whole = any(f'"{name}"' in text for name in ("kv_connector", "secondary_tiers"))
         if is_whole and not any(f'"{name}"' in text for name in ("kv_connector_module_path", TIER_MODULE)):
             raise ConfigError(f"{sentence}.")

@@ -5,15 +5,17 @@ that linters do. The server's test asks a real one for the probes' paths."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import make_wheel
 import pytest
@@ -22,11 +24,11 @@ from support.users import user
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvdisk.cli.check import read_settings
-from kvdisk.config import Config
+from kvdisk.config import PARSERS, Config
 from kvdisk.connector.versions import SUPPORTED_VERSIONS
 from kvdisk.device.drives import check_directories
 from kvdisk.device.store import Store
+from kvdisk.environment import transfer_of, variables
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -47,20 +49,36 @@ def interpolated(text: str) -> str:
     return re.sub(r"\$\{\w+:\?[^}]*\}", "/nvme/kvdisk", text)
 
 
+STACK, LLM_D, KSERVE, SKYPILOT = (
+    yaml.safe_load((DEPLOY / f"{name}.yaml").read_text())
+    for name in ("production-stack", "llm-d", "kserve", "skypilot")
+)
+KSERVE_POD = KSERVE["spec"]["predictor"]
+OF_A_POD = (
+    *("containers", "enableServiceLinks", "initContainers", "securityContext"),
+    *("terminationGracePeriodSeconds", "volumes"),
+)
+"""Fields of a pod that recipes set."""
+CHECK_COMMAND = "kvdisk check || [ $? -eq 1 ]"
 COMPOSE = yaml.safe_load(interpolated((DEPLOY / "compose.yaml").read_text()))
 SERVICES = COMPOSE["services"]
 
 
-def arguments_of_kubernetes() -> list[str]:
-    """Return the server's arguments, with the variables that Kubernetes puts in."""
-    (variable,) = [one for one in VLLM["env"] if "valueFrom" in one]
-    source = variable["valueFrom"]["configMapKeyRef"]
-    assert source["name"] == KUBERNETES["ConfigMap"]["metadata"]["name"]
-    value = KUBERNETES["ConfigMap"]["data"][source["key"]]
-    return [word.replace(f"$({variable['name']})", value) for word in VLLM["args"]]
+def settings_of_kubernetes(container: dict[str, Any]) -> dict[str, str]:
+    """Return the variables that a container is given by the ConfigMap."""
+    (source,) = container["envFrom"]
+    assert source["configMapRef"]["name"] == KUBERNETES["ConfigMap"]["metadata"]["name"]
+    variables: dict[str, str] = KUBERNETES["ConfigMap"]["data"]
+    return variables
 
 
-SERVERS = {"kubernetes": arguments_of_kubernetes(), "compose": SERVICES["vllm"]["command"]}
+def listed(container: dict[str, Any]) -> dict[str, str]:
+    """Return the variables of a container's own."""
+    return {one["name"]: one["value"] for one in container["env"] if "value" in one}
+
+
+SETTINGS = {"KVDISK_STORE_DIRS": "/nvme/kv", "KVDISK_NVME_BYTES": "500GiB", "KVDISK_CPU_BYTES": "32GiB"}
+"""What every file sets."""
 
 
 def probe_paths() -> set[str]:
@@ -71,23 +89,108 @@ def probe_paths() -> set[str]:
     return {*asked, *(probe["path"] for probe in probes)}
 
 
-@pytest.mark.parametrize("where", SERVERS)
-def test_vllm_and_kvdisk_take_the_servers_arguments(where, tmp_path):
-    taken = make_arg_parser(FlexibleArgumentParser()).parse_args(SERVERS[where])
-    assert (taken.model_tag, taken.port, taken.enable_prompt_tokens_details) == ("Qwen/Qwen3-8B", 8000, True)
-    patience_s = {
-        "kubernetes": POD["terminationGracePeriodSeconds"],
-        "compose": int(SERVICES["vllm"]["stop_grace_period"].removesuffix("s")),
+class Recipe(NamedTuple):
+    """How a file of docs/deploy starts a server. ``arguments``: behind ``vllm serve``. ``checked``:
+    the variables with which ``kvdisk check`` runs first. ``patience_s``: from the request to stop
+    until it is killed. ``memory``: what the server may take."""
+
+    arguments: list[str]
+    variables: dict[str, str]
+    checked: dict[str, str] | None
+    patience_s: float
+    memory: str | None = None
+
+
+def recipe_of_stack() -> Recipe:
+    """Return the recipe of production-stack's values, whose chart adds the model and options."""
+    (spec,) = STACK["servingEngineSpec"]["modelSpec"]
+    assert {"kv_transfer_config", "lmcacheConfig"}.isdisjoint(spec), "the command line would win"
+    variables, checked = listed(spec), listed(spec["initContainer"])
+    own = spec["vllmConfig"]["extraArgs"]
+    return Recipe([spec["modelURL"], *own], variables, checked, 30, spec["resources"]["limits"]["memory"])
+
+
+def recipe_of_pod(pod: dict[str, Any], model: str | None = None) -> Recipe:
+    (container,), (check,) = pod["containers"], pod["initContainers"]
+    (script,) = [word for word in check["command"] if "kvdisk" in word]
+    assert script == CHECK_COMMAND and check["image"] == container["image"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted <= {volume["name"] for volume in pod["volumes"]}
+    own = [] if model is None else [model]
+    return Recipe(
+        own + container["args"],
+        listed(container) if "envFrom" not in container else settings_of_kubernetes(container),
+        listed(check) if "envFrom" not in check else settings_of_kubernetes(check),
+        pod["terminationGracePeriodSeconds"],
+        container["resources"]["limits"]["memory"],
+    )
+
+
+def recipe_of_systemd() -> Recipe:
+    said = unit_of_systemd()
+    (program, verb, *arguments) = shlex.split(said["ExecStart"][0])
+    assert (Path(program).name, verb) == ("vllm", "serve")
+    assert shlex.split(said["ExecStartPre"][0])[-1].replace("$$", "$").endswith(CHECK_COMMAND)
+    variables = dict(pair.split("=", 1) for line in said["Environment"] for pair in shlex.split(line))
+    return Recipe(arguments, variables, variables, float(said["TimeoutStopSec"][0]))
+
+
+def recipe_of_skypilot() -> Recipe:
+    check, serve = [line for line in SKYPILOT["run"].splitlines() if re.search("kvdisk|serve", line)]
+    assert check == CHECK_COMMAND
+    words = shlex.split(serve.replace("$MODEL", SKYPILOT["envs"]["MODEL"]))
+    assert words[:3] == ["exec", "vllm", "serve"]
+    return Recipe(words[3:], SKYPILOT["envs"], SKYPILOT["envs"], math.inf)
+
+
+def unit_of_systemd() -> dict[str, list[str]]:
+    """Return the settings of the service's section, each with all its values."""
+    section = (DEPLOY / "vllm-kvdisk.service").read_text().partition("[Service]\n")[2].partition("\n[")[0]
+    found: dict[str, list[str]] = {}
+    for line in section.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+RECIPES = {
+    "kubernetes": recipe_of_pod(POD),
+    "compose": Recipe(
+        SERVICES["vllm"]["command"],
+        SERVICES["vllm"]["environment"],
+        None,
+        int(SERVICES["vllm"]["stop_grace_period"].removesuffix("s")),
+    ),
+    "production-stack": recipe_of_stack(),
+    "llm-d": recipe_of_pod(LLM_D["decode"], LLM_D["modelArtifacts"]["name"]),
+    "kserve": recipe_of_pod(KSERVE_POD),
+    "systemd": recipe_of_systemd(),
+    "skypilot": recipe_of_skypilot(),
+}
+
+
+@pytest.mark.parametrize("where", RECIPES)
+def test_vllm_and_kvdisk_take_what_a_file_gives_them(where, monkeypatch):
+    recipe = RECIPES[where]
+    taken = make_arg_parser(FlexibleArgumentParser()).parse_args(recipe.arguments)
+    assert (taken.model_tag, taken.enable_prompt_tokens_details) == ("Qwen/Qwen3-8B", True)
+    assert 0 < taken.shutdown_timeout <= recipe.patience_s / 2, "else vLLM kills the engine, or is killed"
+    assert taken.kv_transfer_config is None and taken.kv_offloading_size is None, "the command line would win"
+    ours = variables(recipe.variables)
+    assert {name: parsed(name, text) for name, text in ours.items()} == {
+        name: parsed(name, text) for name, text in SETTINGS.items()
     }
-    assert 0 < taken.shutdown_timeout <= patience_s[where] // 2, "else vLLM kills the engine, or is killed"
-    whole = taken.kv_transfer_config
-    assert (whole.kv_connector, whole.kv_role) == ("KVDiskConnector", "kv_both")
-    file = tmp_path / "kvdisk.json"
-    (given,) = [word.partition("=")[2] for word in SERVERS[where] if word.startswith("--kv-transfer-config=")]
-    file.write_text(given)
-    assert read_settings(file) == whole.kv_connector_extra_config, "kvdisk check looks at the same"
-    config = Config.from_mapping(whole.kv_connector_extra_config)
-    assert config.store_dirs == (Path("/nvme/kv"),) and config.nvme_bytes == 500 << 30 and config.cpu_bytes == 32 << 30
+    assert recipe.checked is None or variables(recipe.checked) == ours, "kvdisk check looks at the same"
+    transfer = transfer_of(recipe.variables)
+    assert transfer is not None and transfer["kv_connector"] == "KVDiskConnector"
+    config = Config.from_mapping(transfer["kv_connector_extra_config"])
+    assert recipe.memory is None or config.cpu_bytes + OF_VLLM_BYTES <= size(recipe.memory)
+
+
+def parsed(name: str, text: str) -> Any:
+    key = name.removeprefix("KVDISK_").lower()
+    return PARSERS[key](key, text)
 
 
 def test_the_parts_of_the_manifest_find_each_other():
@@ -101,12 +204,10 @@ def test_the_parts_of_the_manifest_find_each_other():
     assert claim["spec"]["storageClassName"] == KUBERNETES["StorageClass"]["metadata"]["name"]
     volumes = {one["name"]: one for one in POD["volumes"]}
     assert volumes["nvme"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert volumes["config"]["configMap"]["name"] == KUBERNETES["ConfigMap"]["metadata"]["name"]
     for container in (VLLM, CHECK):
         assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
     mounts = {mount["name"]: mount["mountPath"] for mount in [*VLLM["volumeMounts"], *CHECK["volumeMounts"]]}
-    assert f"{mounts['config']}/kvdisk.json" in CHECK["command"][-1]
-    assert mounts["nvme"] == "/nvme" and "kvdisk.json" in KUBERNETES["ConfigMap"]["data"]
+    assert mounts["nvme"] == "/nvme"
     annotations = KUBERNETES["Deployment"]["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/path"] == "/metrics"
     assert annotations["prometheus.io/port"] == str(VLLM["ports"][0]["containerPort"])
@@ -118,9 +219,9 @@ def size(text: str) -> int:
 
 
 def test_what_the_tiers_take_is_there():
-    config = Config.from_mapping(
-        json.loads(KUBERNETES["ConfigMap"]["data"]["kvdisk.json"])["kv_connector_extra_config"]
-    )
+    transfer = transfer_of(KUBERNETES["ConfigMap"]["data"])
+    assert transfer is not None
+    config = Config.from_mapping(transfer["kv_connector_extra_config"])
     assert config.cpu_bytes + OF_VLLM_BYTES <= size(VLLM["resources"]["limits"]["memory"])
     capacity = size(KUBERNETES["PersistentVolume"]["spec"]["capacity"]["storage"])
     assert config.nvme_bytes and config.nvme_bytes * 1.1 <= capacity, "a tenth is left free"
@@ -230,7 +331,11 @@ def run(*command: object, **more: Any) -> str:
 @pytest.mark.timeout(1200)
 def test_linters_find_nothing(linters, tmp_path):
     run(linters / "hadolint", DEPLOY / "Dockerfile")
-    run(linters / "kubernetes-validate", "--strict", "--quiet", DEPLOY / "kubernetes.yaml")
+    service = tmp_path / "kserve.yaml"
+    pod = {key: KSERVE_POD[key] for key in OF_A_POD}
+    service.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}))
+    for manifest in (DEPLOY / "kubernetes.yaml", service):
+        run(linters / "kubernetes-validate", "--strict", "--quiet", manifest)
     compose = tmp_path / "compose.yaml"
     compose.write_text(interpolated((DEPLOY / "compose.yaml").read_text()))
     parse = "import sys, compose_spec as c; c.PyCompose.from_yaml(open(sys.argv[1]).read()).validate()"
@@ -252,6 +357,82 @@ def test_linters_find_nothing(linters, tmp_path):
         (tmp_path / name).write_text(whole)
         done = subprocess.run([*command, tmp_path / name], capture_output=True, check=False)
         assert done.returncode != 0, name
+
+
+CHART = {
+    "Chart.yaml": "{apiVersion: v2, name: small, version: 0.1.0}",
+    "values.schema.json": '{"type": "object", "required": ["pod"]}',
+    "templates/engine.yaml": """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: {{ .Release.Name }}}
+spec:
+  selector: {matchLabels: {app: small}}
+  template:
+    metadata: {labels: {app: small}}
+    spec: {{ toYaml .Values.pod | nindent 6 }}
+""",
+}
+"""A chart of our own, as those of others are."""
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1200)
+def test_what_a_chart_makes_of_values_is_checked(linters, tmp_path):
+    """By the tool that one runs over the charts of others, which are not in this repository."""
+    (tmp_path / "templates").mkdir()
+    for name, text in CHART.items():
+        (tmp_path / name).write_text(text)
+    values = tmp_path / "values.yaml"
+    tool = [linters / "python", ROOT / "tools" / "check_chart.py", tmp_path, values]
+    pod = {key: LLM_D["decode"][key] for key in OF_A_POD if key in LLM_D["decode"]} | LLM_D["decode"]["extraConfig"]
+    (vllm,) = pod["containers"]
+    taken = ("name", "image", "args", "env", "ports", "resources", "volumeMounts")
+    pod["containers"] = [{key: vllm[key] for key in taken} | vllm["extraConfig"]]
+    values.write_text(yaml.safe_dump({"pod": pod}))
+    said = run(*tool).splitlines()
+    assert said == [" ".join(vllm["args"]), *(f"{one['name']}={one['value']}" for one in vllm["env"])]
+    for change, why in (
+        ({"args": [*vllm["args"], "--kv-transfer-config={}"]}, "--kv-transfer-config={} is given, and wins"),
+        ({"args": []}, "--shutdown-timeout is missing"),
+        ({"volumeMounts": []}, "/nvme/kv is on no claim"),
+        ({"env": vllm["env"][:2]}, "kvdisk check does not run first with the same variables"),
+        ({"securityContext": {"runAsNonRoot": False}}, "it may run as root"),
+        ({"readyProbe": {}}, "readyProbe"),
+        ({"env": []}, "0 pods have variables of kvdisk's, and not 1"),
+    ):
+        changed = pod | {"containers": [pod["containers"][0] | change]}
+        values.write_text(yaml.safe_dump({"pod": changed}))
+        done = subprocess.run(list(map(str, tool)), capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and why in done.stderr, (change, done.stderr)
+    values.write_text("{}")
+    done = subprocess.run(list(map(str, tool)), capture_output=True, text=True, check=False)
+    assert done.returncode and "pod" in done.stderr, "the chart's own schema"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_systemd_takes_the_unit(tmp_path):
+    """With programs that exist here in the place of those that it names."""
+    unit = tmp_path / "vllm-kvdisk.service"
+    for name in ("vllm", "kvdisk"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    text = (DEPLOY / unit.name).read_text().replace("/srv/vllm/bin/", f"{tmp_path}/").replace("User=vllm", "User=root")
+    verify = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    for change, is_right in (("", True), ("KillMood=mixed\n", False)):
+        unit.write_text(text.replace("KillMode=mixed\n", f"KillMode=mixed\n{change}"))
+        done = subprocess.run(verify, capture_output=True, text=True, check=False)
+        said = [line for line in done.stderr.splitlines() if unit.name in line]
+        assert (not said) is is_right, done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_the_check_of_each_recipe_ends_a_start_where_an_engine_could_not(code, tmp_path):
+    """As a shell runs it, with a ``kvdisk`` that ends with a code."""
+    (tmp_path / "kvdisk").write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "kvdisk").chmod(0o755)
+    done = subprocess.run(["/bin/sh", "-c", CHECK_COMMAND], env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, check=False)
+    assert (done.returncode == 0) is (code <= 1)
 
 
 def as_pip_is_configured() -> dict[str, str]:

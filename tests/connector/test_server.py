@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engine_child import START_S, EngineChild, environment
+from engine_child import START_S, STEADY, EngineChild, environment
 from openai import OpenAI
 from support.waits import until
 from test_deploy import probe_paths
@@ -117,10 +117,12 @@ def hit_tokens(client: OpenAI) -> dict[str, float]:
 
 def test_a_client_sees_hits_of_another_process_streaming_and_after_a_cancelled_request(tiny_llama, tmp_path):
     store = tmp_path / "store"
-    settings = {"cpu_bytes": 0, "store_dirs": str(store), "nvme_bytes": "256MiB"}
-    with EngineChild(tiny_llama, tmp_path / "engine.log", extra_config=settings) as engine:
+    settings = {"cpu_bytes": 0, "store_dirs": str(store), "nvme_bytes": "256MiB", **STEADY}
+    variables = {f"KVDISK_{key.upper()}": str(value) for key, value in settings.items()}
+    with EngineChild(tiny_llama, tmp_path / "engine.log", env=variables) as engine:
         engine.generate([PROMPT])
         engine.drain()
+    assert "of the environment set the connector KVDiskConnector" in (tmp_path / "engine.log").read_text()
     typed: list[str] = []
     trace = tmp_path / "trace.jsonl"
     with server(tiny_llama, store, tmp_path / "server.log", typed, trace_file=str(trace)) as client:

@@ -49,7 +49,7 @@ def test_sizes(text, size):
     assert parse_bytes("x", text) == size
 
 
-@pytest.mark.parametrize("wrong", [-1, "5 apples", "500m", "1i", "", None, True, 1.5, "GiB"])
+@pytest.mark.parametrize("wrong", [-1, "5 apples", "500m", "1i", "", None, True, 1.5, "GiB", "9" * 400])
 def test_wrong_sizes(wrong):
     with pytest.raises(ConfigError, match="cpu_bytes must be a size"):
         parse_bytes("cpu_bytes", wrong)

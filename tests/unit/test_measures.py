@@ -127,6 +127,7 @@ def test_every_tool_that_a_page_names_is_run_by_a_test():
 ELSEWHERE = {
     "bench_hicache": "hicache/test_bench.py",
     "bench_lmcache": "l2adapter/test_bench.py",
+    "check_chart": "connector/test_deploy.py",
     "figure_pages": "unit/test_figures.py",
     "compare_offloading": "connector/test_torture_compare.py",
     "compare_returning": "connector/test_torture_compare.py",
