@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector, DropStorePolicy
 
+from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.tier_settings import MOST_ROWS, check_backpressure
 
 
@@ -34,6 +35,7 @@ class WriteBackpressure(BackpressureDetector):  # type: ignore[misc]  # vLLM is 
     """
 
     def __init__(self, policy: Any = None, most_rows: float = MOST_ROWS, **unknown: Any) -> None:
+        refuse_other_hooks(WriteBackpressure, {"follow"})
         check_backpressure({"most_rows": most_rows, "policy_cls": type(policy).__name__, **unknown})
         super().__init__(policy or DropStorePolicy())
         self._most_rows = most_rows

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import OffloadKey
@@ -57,7 +56,7 @@ class TierHints:
         self._log = QuietLog(time.monotonic, logger)
         self._sent: dict[str, _Sent] = {}
         """Of the requests that have not ended, those with hints."""
-        self._new: list[_Sent] = []
+        self._new: dict[str, _Sent] = {}
         """Those of them that the store has not been told of."""
 
     def begin(self, context: ReqContext) -> None:
@@ -68,8 +67,7 @@ class TierHints:
             self._log.warn(PREFETCH, text)
             kv_hints = tuple(hint for hint in kv_hints if hint.action != PREFETCH)
         if kv_hints:
-            self._sent[context.req_id] = sent = _Sent(context, kv_hints)
-            self._new.append(sent)
+            self._sent[context.req_id] = self._new[context.req_id] = _Sent(context, kv_hints)
 
     def tell_new(self, store: TierStore) -> None:
         """Tell the store of the requests whose prompt vLLM has hashed by now.
@@ -77,22 +75,15 @@ class TierHints:
         vLLM: it names the chunks of a prompt at its first lookup, or when it is first scheduled: in
         the same step, before a token is generated.
         """
-        if not self._new:
-            return
-        new, self._new = self._new, []
-        for sent in new:
-            if self._learn_prompt(sent):
-                store.hint(self._prompt_of(sent), ended=False)
-            else:
-                self._new.append(sent)
+        named = [name for name, sent in self._new.items() if self._learn_prompt(sent)]
+        for name in named:
+            store.hint(self._prompt_of(self._new.pop(name)), ended=False)
 
     def end(self, context: ReqContext) -> HintedPrompt | None:
         """A request has ended: return its prompt, where the store is to be told so."""
+        self._new.pop(context.req_id, None)
         sent = self._sent.pop(context.req_id, None)
-        if sent is None:
-            return None
-        self._new = [other for other in self._new if other is not sent]
-        return self._prompt_of(sent) if self._learn_prompt(sent) else None
+        return self._prompt_of(sent) if sent is not None and self._learn_prompt(sent) else None
 
     def forget(self) -> None:
         """A reset has dropped all blocks, and what was said of them."""
@@ -111,10 +102,10 @@ class TierHints:
         chunk: those are left out."""
         assert sent.prompt_tokens is not None, "it is learnt before"
         positions: Mapping[OffloadKey, int] = sent.context._offload_key_positions
-        placed = sorted(((end, key) for key, end in positions.items() if end <= sent.prompt_tokens), key=itemgetter(0))
+        placed = [key for key in sorted(positions, key=positions.__getitem__) if positions[key] <= sent.prompt_tokens]
         keys: list[list[BlockKey]] = [[] for _ in self._chunk_tokens]
-        blocks = self._blocks([key for _, key in placed])
-        for (end, _), block, group in zip(placed, blocks, groups_of(blocks), strict=True):
-            if end % self._chunk_tokens[group] == 0:
+        blocks = self._blocks(placed)
+        for key, block, group in zip(placed, blocks, groups_of(blocks), strict=True):
+            if positions[key] % self._chunk_tokens[group] == 0:
                 keys[group].append(block)
         return HintedPrompt(sent.kv_hints, sent.prompt_tokens, keys)

@@ -10,8 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from measure_all import MEASUREMENTS, Places
 from support.measured import run_small
+
+from kvdisk.sglang.versions import SUPPORTED_VERSIONS, sglang_version
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -26,6 +29,9 @@ def test_bench_hicache_runs(tmp_path):
     assert json.loads(told.read_text())
 
 
+@pytest.mark.skipif(
+    not sglang_version().startswith(SUPPORTED_VERSIONS[-1]), reason="it has the newest packages of both engines"
+)
 def test_the_demo_beside_both_engines_finds_what_it_is_about(tmp_path):
     """As pages have it: kvdisk keeps all, serves nothing wrong, and stays below its cap, and the
     backends beside it do not."""
