@@ -159,8 +159,9 @@ def content_named(key: OffloadKey) -> np.ndarray:
 Make = Callable[..., Bench]
 
 
-def over_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make benches over ``Blocks``, which keep what the one before has kept."""
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes benches over ``Blocks``, which keep what the one before has kept."""
     made: list[Bench] = []
     kept: dict[BlockKey, bytes] = {}
 
@@ -178,11 +179,6 @@ def over_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     for bench in made:
         if bench.tier._store is not None or hasattr(bench, "rows"):
             bench.close()
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    yield from over_memory(tmp_path, monkeypatch)
 
 
 @pytest.fixture

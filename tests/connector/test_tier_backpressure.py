@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_tier import Bench, Make, over_memory
+from test_tier import Bench
+from test_tier import make as make  # noqa: PLC0414 - a fixture
 from test_tier_drive import DriveBench
 from vllm.v1.kv_offload.tiering.backpressure import ThrottledDropPolicy
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
@@ -18,11 +18,6 @@ from kvdisk.tier_settings import DETECTOR, TierSettings
 
 ASKED = {"backpressure_cls": DETECTOR}
 ROWS = 64
-
-
-@pytest.fixture
-def make(tmp_path, monkeypatch) -> Iterator[Make]:
-    yield from over_memory(tmp_path, monkeypatch)
 
 
 class OnePolicy:

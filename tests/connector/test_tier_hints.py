@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.tiering import TOKENS
-from test_tier import Bench, Make, over_memory
+from test_tier import Bench
+from test_tier import make as make  # noqa: PLC0414 - a fixture
 from test_tier_drive import DriveBench
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import make_offload_key
@@ -20,11 +20,6 @@ from kvdisk.store import Presence
 
 WAYS = ["ReqContext.kv_hints", "kv_transfer_params"]
 CHUNKS = 10
-
-
-@pytest.fixture
-def make(tmp_path, monkeypatch) -> Iterator[Make]:
-    yield from over_memory(tmp_path, monkeypatch)
 
 
 def sent(way: str, *actions: tuple[str, Any]) -> dict[str, Any]:
