@@ -12,8 +12,11 @@ from support.tiering import TOKENS
 from test_tier import Bench
 from test_tier import make as make  # noqa: PLC0414 - a fixture
 from test_tier_drive import DriveBench
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.request import Request
 
 from kvdisk.manager.requests import KVHint
 from kvdisk.store import Presence
@@ -32,6 +35,12 @@ def sent(way: str, *actions: tuple[str, Any]) -> dict[str, Any]:
             "0.1", "m", [KvHintAction(str(at), *each[:1], "1.0", *each[1:]) for at, each in enumerate(actions)]
         )
     }
+
+
+def test_vllm_hands_hints_of_a_request_to_its_tiers():
+    told = sent(WAYS[0], ("kv.pin", {"seconds": 60}))
+    context = _create_req_context(Request("a", [1, 2, 3], SamplingParams(), None, **told))
+    assert context.kv_hints is told["kv_hints"]
 
 
 # -- what the store is told ------------------------------------------------------------------------
