@@ -11,7 +11,7 @@ DEVICE ?= auto
 # What make mutate changes, and for how long.
 FILES ?=
 MINUTES ?= 30
-# Where the comparison writes: a directory on the drive.
+# Where the comparison, and the demo beside other engines, write: a directory on the drive.
 DIR ?=
 # Which part of the long tests, as 2/6: all of them without.
 SHARD ?=
@@ -34,7 +34,7 @@ on_fake_gpu = @$(INSTALL) --fake-gpu; code=$$?; [ $$code -ne 75 ] || exit 0; [ $
 	.venv-cuda/bin/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "(gpu or fake_gpu) and $(1)" $(2) tests/gpu tests/fake_gpu; \
 	code=$$?; [ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
-.PHONY: help install install-device install-dev check test test-cuda test-engines torture torture-cuda test-next mutate demo demo-remote demo-offloading compare serve wheel docs clean
+.PHONY: help install install-device install-dev check test test-cuda test-engines torture torture-cuda test-next mutate demo demo-remote demo-offloading demo-engines compare serve wheel docs clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -94,6 +94,10 @@ demo-remote: install-dev ## what one engine computes, another loads from S3, and
 
 demo-offloading: install-dev ## behind vLLM's own connector: kvdisk's store beside vLLM's fs tier, with bits flipped
 	@$(BIN)/python tools/demo_offloading.py --prompt-tokens "$(PROMPT_TOKENS)"
+
+demo-engines: install-dev ## behind SGLang and LMCache, beside their own file backends; needs 0.6 GB
+	@$(INSTALL) --engines
+	@$(BIN)/python tools/demo_engines.py $(if $(DIR),--dir "$(DIR)")
 
 compare: install-device ## kvdisk beside vLLM's own offloading, and LMCache where it is installed; DIR=/nvme/somewhere
 	@$(ON_DEVICE) tools/compare_offloading.py $(if $(DIR),--dir "$(DIR)") $(if $(MODEL),--model "$(MODEL)")

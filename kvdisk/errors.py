@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -114,3 +115,32 @@ class QuietLog:
         self._last_s[cause] = now_s
         left_out = self._left_out.pop(cause, 0)
         self._log.warning("kvdisk: %s%s", printable(text), f" ({left_out} more like it before)" if left_out else "")
+
+
+class EngineLog:
+    """Logs what another engine's threads must not see: they end, or the engine does, with an
+    exception of ours. Any thread. ``engine``: its name, as its users write it."""
+
+    def __init__(self, engine: str, log: logging.Logger) -> None:
+        self._engine = engine
+        self._log = log
+        self._quiet = QuietLog(time.monotonic, log)
+        self._lock = threading.Lock()
+        self._traced: set[str] = set()
+
+    def error(self, call: str, error: Exception) -> None:
+        """Log an exception: whence it came once for each kind, and after that a line a minute at
+        most. ``call``: what failed, one of a closed list."""
+        cause = f"{call}: {type(error).__name__}"
+        with self._lock:
+            is_new = cause not in self._traced
+            self._traced.add(cause)
+        if is_new:
+            self._log.error("kvdisk's %s failed, and %s goes on without it", call, self._engine, exc_info=error)
+        else:
+            self.warn(cause, f"{call} failed, and {self._engine} goes on without it: {error}")
+
+    def warn(self, cause: str, text: str) -> None:
+        """See ``QuietLog.warn``."""
+        with self._lock:
+            self._quiet.warn(cause, text)

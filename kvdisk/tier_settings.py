@@ -29,6 +29,7 @@ KEYS = (
     "max_age_s",
     "on_reset",
     "log_requests",
+    "pin_share",
     "segment_bytes",
     *(name for name in PARSERS if name.startswith("remote")),
 )
@@ -36,6 +37,12 @@ KEYS = (
 _VLLM_KEYS = frozenset({"type", "module_path", "backpressure"})
 """The settings of a tier that vLLM reads itself."""
 _LOCALITIES = ("LOCAL", "REMOTE")
+DETECTOR = f"{MODULE}.WriteBackpressure"
+"""kvdisk's own detector of backpressure, as a user names it in ``backpressure``."""
+MOST_ROWS = 0.5
+"""The share of memory's rows that stores may hold before it tells of pressure."""
+_TIMING_POLICY = "ThrottledDropPolicy"
+"""vLLM: asserts that the detector is the one that times stores."""
 _PLAIN_SPEC = "CPUOffloadingSpec"
 
 
@@ -52,8 +59,11 @@ class TierSettings(NamedTuple):
     def of(cls, values: Mapping[str, Any]) -> TierSettings:
         """Read an entry of ``secondary_tiers``. Looks at directories, and writes nothing. Raises
         ConfigError; CorruptRecord or DeviceError for what is wrong in a directory."""
+        backpressure = values.get("backpressure")
         values = {key: value for key, value in values.items() if key not in _VLLM_KEYS}
         own = {key: values.pop(key) for key in cls._fields[1:] if key in values}
+        if isinstance(backpressure, Mapping) and backpressure.get("backpressure_cls") == DETECTOR:
+            check_backpressure({key: value for key, value in backpressure.items() if key != "backpressure_cls"})
         for key in values:
             _refuse_unknown(key)
         if not values.get("store_dirs"):
@@ -70,6 +80,19 @@ class TierSettings(NamedTuple):
         if settings.config.device == "gds":
             raise ConfigError("device 'gds' is not for a tier, whose blocks come from memory: leave device out.")
         return settings
+
+
+def check_backpressure(settings: Mapping[str, Any]) -> None:
+    """Check what stands beside ``DETECTOR`` in ``backpressure``. Raises ConfigError."""
+    unknown = sorted(settings.keys() - {"most_rows", "policy_cls"})
+    if unknown:
+        raise ConfigError(f"{DETECTOR} has most_rows and policy_cls, and no {unknown[0]!r}.")
+    most_rows = settings.get("most_rows", MOST_ROWS)
+    if isinstance(most_rows, bool) or not isinstance(most_rows, int | float) or not 0 < most_rows <= 1:
+        raise ConfigError(f"most_rows is a share of memory's rows, more than 0 and 1 at most, not {most_rows!r}.")
+    policy = settings.get("policy_cls")
+    if isinstance(policy, str) and policy.rpartition(".")[2] == _TIMING_POLICY:
+        raise ConfigError(f"{_TIMING_POLICY} works with vLLM's EMABackpressureDetector alone: leave policy_cls out.")
 
 
 def _refuse_unknown(key: str) -> None:

@@ -24,11 +24,11 @@ ALIGN_BYTES = 4096
 KINDS = ("kvdisk", "fs_native")
 
 
-def option_for(kind: str, folder: Path, nvme_bytes: str) -> str:
-    """Return what a user writes after ``--l2-adapter``."""
+def option_for(kind: str, folder: Path, nvme_bytes: str | int, **more: Any) -> str:
+    """Return what a user writes after ``--l2-adapter``. ``more``: of kvdisk's settings."""
     if kind == "fs_native":
         return json.dumps({"type": kind, "base_path": str(folder), "use_odirect": True})
-    settings = {"store_dirs": str(folder), "nvme_bytes": nvme_bytes, "nvme_admission": "all"}
+    settings = {"store_dirs": str(folder), "nvme_bytes": nvme_bytes, "nvme_admission": "all", **more}
     parameters = {"models": {"bench-model": {"weights_name": "no weights"}}, "kvdisk": settings}
     plugin = {"type": "plugin", "module_path": "kvdisk.lmcache", "class_name": "L2Adapter"}
     return json.dumps(plugin | {"adapter_params": parameters})

@@ -29,6 +29,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     DOCS / "BENCHMARKS.md",
+    DOCS / "BESIDE.md",
     DOCS / "REPLAY.md",
     *sorted((DOCS / "measurements").glob("*.md")),
 )

@@ -35,6 +35,11 @@ DIR, TRACE = "DIR", "TRACE"
 SCHEDULER = ("kvdisk/connector", "kvdisk/manager", "kvdisk/index", "tools/measure_scheduler.py")
 DRIVE = ("kvdisk/device", "kvdisk/worker")
 ENGINE = ("kvdisk/connector", "kvdisk/manager", "kvdisk/index", "kvdisk/worker", "kvdisk/device")
+BESIDE_ENGINES = (
+    *("kvdisk/sglang", "kvdisk/lmcache", "kvdisk/shared_store.py", "kvdisk/store.py"),
+    *("kvdisk/manager", "kvdisk/index", "kvdisk/worker", "kvdisk/device"),
+    *("tools/bench_hicache.py", "tools/bench_lmcache.py", "tools/engine_pages.py"),
+)
 BUSY_S = 3.0
 
 
@@ -148,6 +153,14 @@ MEASUREMENTS = (
         "down --rounds 1 --requests 1",
         4,
         (*ENGINE, "kvdisk/remote"),
+    ),
+    Measurement(
+        "engines",
+        "demo_engines",
+        "--dir DIR --pairs 5 --busy",
+        "--dir DIR --pairs 1 --busy --pages 8 --cap-mib 64 --batches 1 --object-kib 64",
+        8,
+        BESIDE_ENGINES,
     ),
     Measurement(
         "week",

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvdisk.assembly import goes_on_without_nvme
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
+from kvdisk.connector.backpressure import WriteBackpressure, WriteLoad
 from kvdisk.connector.callers import offloading_being_built
 from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.connector.identity import fingerprint_of_rows
@@ -39,14 +40,16 @@ from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import ToldOff, guarded, say_off
+from kvdisk.connector.tier_hints import HintedPrompt, TierHints
 from kvdisk.connector.tier_off import TierOff
+from kvdisk.connector.tier_store import TierStore
 from kvdisk.connector.versions import refuse_version
 from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Identity
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
-from kvdisk.store import BlockKind, BlockStore, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store import BlockKind, Ended, Get, Presence, Put, Result, Rows
 from kvdisk.tier_settings import TierSettings
 
 if TYPE_CHECKING:
@@ -121,6 +124,15 @@ class _Request:
     loaded_blocks: int = 0
 
 
+class _EndedRequest(NamedTuple):
+    """A request that has ended. ``keys``: of its chunks, in the order of its tokens. ``hinted``:
+    its prompt, where its sender said something of it."""
+
+    name: str
+    keys: list[BlockKey]
+    hinted: HintedPrompt | None
+
+
 def refuse_vllm() -> None:
     """Raise ConfigError, in one sentence, where this vLLM is not supported, or calls a hook
     otherwise than the tier takes it."""
@@ -163,9 +175,16 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._arrivals = 0
         self._jobs: dict[int, TransferJob] = {}
         """Those that vLLM waits for."""
+        self._stored_rows = 0
+        """Rows of memory that the stores among them hold."""
+        self._is_budget_spent = False
+        """As of the last step."""
+        if isinstance(backpressure_detector, WriteBackpressure):
+            backpressure_detector.follow(self._write_load)
+        self._hints = TierHints(self._chunk_tokens, self._names.blocks)
         self._done: list[JobResult] = []
-        self._ended_requests: deque[tuple[str, list[BlockKey]]] = deque()
-        """Those that the store is to be told of, and their keys in the order of the prompt."""
+        self._ended_requests: deque[_EndedRequest] = deque()
+        """Those that the store is to be told of."""
         self._goes_on = False
         self._stats = Stats()
         self._taken_s = 0.0
@@ -174,7 +193,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._published: set[BlockKey] | None = set() if self._publishes(offloading_spec) else None
         self._expects_removal = offloading_spec.blocks_per_chunk > 1
         self._mover: MoverProcess | None = None
-        self._store: BlockStore | None = self._open(offloading_spec.config, primary_kv_view)
+        self._store: TierStore | None = self._open(offloading_spec.config, primary_kv_view)
 
     def _publishes(self, offloading_spec: OffloadingSpec) -> bool:
         if not self._settings.enable_kv_events:
@@ -184,7 +203,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             return False
         return True
 
-    def _open(self, config: OffloadingConfig, view: memoryview) -> BlockStore | None:
+    def _open(self, config: OffloadingConfig, view: memoryview) -> TierStore | None:
         """Open the store. Where the drive does not let us have one, memory serves alone."""
         row_bytes, whose = self.block_size_bytes, offloading_being_built()
         name = self._settings.namespace
@@ -195,7 +214,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         kinds = [BlockKind(row_bytes, tokens) for tokens in self._chunk_tokens]
         rows: Rows = np.asarray(view).view(np.uint8)
         try:
-            return BlockStore.open_for(self._config, identity, kinds, rows, self._start_mover)
+            return cast("TierStore", TierStore.open_for(self._config, identity, kinds, rows, self._start_mover))
         except DeviceError as error:
             if not goes_on_without_nvme(error, has_memory=True):
                 raise
@@ -208,7 +227,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         return self._mover
 
     @property
-    def store(self) -> BlockStore:
+    def store(self) -> TierStore:
         """The open store."""
         assert self._store is not None
         return self._store
@@ -237,6 +256,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Follow a request. Its chunks are offered as they are computed."""
         self._request_of(req_context)
+        self._hints.begin(req_context)
         return RequestOffloadingContext()
 
     def _request_of(self, req_context: ReqContext) -> _Request:
@@ -311,8 +331,9 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             return
         self._let_go(request, list(request.held))
         keys = self._keys_of(req_context)
+        hinted = self._hints.end(req_context)
         if keys:
-            self._ended_requests.append((req_context.req_id, keys))
+            self._ended_requests.append(_EndedRequest(req_context.req_id, keys, hinted))
         logger.log(
             logging.INFO if self._config.log_requests else logging.DEBUG,
             "kvdisk: request %s: %d chunks, %d found, %d loaded%s.",
@@ -377,6 +398,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store chunks that lie in memory: what is there already, or is not wanted, is left out."""
         self._jobs[job_metadata.job_id] = job_metadata
+        self._stored_rows += len(job_metadata.chunk_ids)
         self._put(job_metadata)
 
     def _put(self, job: TransferJob) -> None:
@@ -388,6 +410,9 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         blocks = self._names.blocks(keys)
         parents = self._parents_of(request, keys, blocks, job.req_context._offload_key_positions)
         self.store.put(job.job_id, list(map(Put, blocks, parents, job.chunk_ids.tolist())))
+
+    def _write_load(self) -> WriteLoad:
+        return WriteLoad(self._stored_rows, self._rows, self._is_budget_spent)
 
     @guarded
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -402,6 +427,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
 
     def _finish(self, job: TransferJob, result: JobResult) -> None:
         del self._jobs[job.job_id]
+        self._stored_rows -= 0 if job.is_promotion else len(job.chunk_ids)
         self._done.append(result)
         self._has_moved = True
 
@@ -457,12 +483,18 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         if self._mover is not None and self._mover.has_ended:
             logger.error("kvdisk is off until the engine starts again, and vLLM goes on with its memory alone.")
             raise ToldOff
-        left = MOST_TOLD
-        while self._ended_requests and (left == MOST_TOLD or len(self._ended_requests[0][1]) <= left):
-            name, keys = self._ended_requests.popleft()
-            self.store.reached(name, keys)
-            left -= len(keys)
+        left, hinted = MOST_TOLD, list[HintedPrompt]()
+        while self._ended_requests and (left == MOST_TOLD or len(self._ended_requests[0].keys) <= left):
+            ended = self._ended_requests.popleft()
+            self.store.reached(ended.name, ended.keys)
+            left -= len(ended.keys)
+            hinted += [] if ended.hinted is None else [ended.hinted]
+        self._hints.tell_new(self.store)
         self._goes_on = self.store.step(time.monotonic())
+        for prompt in hinted:  # behind its use, and behind its last stores, which this step has begun
+            self.store.hint(prompt, ended=True)
+            self._goes_on = True
+        self._is_budget_spent = self.store.is_budget_spent
         self._has_moved |= self._goes_on  # what is sent to a remote store is no job of vLLM's
 
     @guarded
@@ -485,6 +517,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             request.denied.clear()
             self._let_go(request, list(request.held))
         if is_epoch:
+            self._hints.forget()
+            self._ended_requests = deque(each._replace(hinted=None) for each in self._ended_requests)
             self.store.forget(1 + secrets.randbits(62))
         else:
             logger.info(
@@ -555,7 +589,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     def _rest(self) -> None:
         self._stand_in = TierOff(self._done, self._jobs, self._take_back(), self._stats, self._close)
         self._requests.clear()
-        self._jobs, self._done = {}, []
+        self._hints.forget()
+        self._jobs, self._done, self._stored_rows, self._is_budget_spent = {}, [], 0, False
 
     @guarded
     def shutdown(self) -> None:

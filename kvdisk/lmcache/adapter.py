@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -24,7 +22,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 
 from kvdisk.blocks import BlockKey
-from kvdisk.errors import QuietLog
+from kvdisk.errors import EngineLog
 from kvdisk.lmcache.models import Models
 from kvdisk.lmcache.parameters import parse_parameters
 from kvdisk.lmcache.pieces import KINDS, NAME_BYTES, ArenaRows, Layout, layout_of
@@ -102,9 +100,7 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
         self._salts: dict[str, None] = {}
         self._layouts: dict[Any, Layout] = {}
         self._pool = ThreadPoolExecutor(LOOKUP_THREADS, "kvdisk-lookup")
-        self._log_lock = threading.Lock()
-        self._log = QuietLog(time.monotonic, logger)
-        self._traced: set[str] = set()
+        self._log = EngineLog("LMCache", logger)
 
     def _start_models(self, sources: Any, version: str) -> Models:
         try:
@@ -202,7 +198,7 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
             self._store.find([key for each in found for key in reversed(each.keys)])
             answer = self._held(count, found)
         except Exception as error:
-            self._note_error("a lookup", error)
+            self._log.error("a lookup", error)
             answer = Bitmap(count)
         self._lookups.end(task, answer)
 
@@ -267,14 +263,14 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
             # LMCache: its own sums have nothing of what an earlier server has stored
             self._notify_keys_deleted(gone, [0] * len(gone))
         except Exception as error:
-            self._note_error("delete", error)
+            self._log.error("delete", error)
 
     def get_usage(self) -> Any:
         """Return the bytes that objects take, by salt: of those that were seen since the start."""
         try:
             usage = self._store.usage(list(self._salts))
         except Exception as error:
-            self._note_error("get_usage", error)
+            self._log.error("get_usage", error)
             return AdapterUsage(0, self._config.nvme_bytes or 0)
         by_salt = MappingProxyType({salt: size for salt, size in usage.by_salt.items() if size > 0})
         return AdapterUsage(usage.total_bytes, self._config.nvme_bytes or 0, by_salt)
@@ -284,7 +280,7 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
         try:
             models, figures = self._models.words(), self._store.figures()
         except Exception as error:
-            self._note_error("report_status", error)
+            self._log.error("report_status", error)
             models, figures = {}, {}
         is_healthy = not self._store.is_off and "off" not in models.values()
         return {"is_healthy": is_healthy, "type": "kvdisk", "models": models, "figures": figures}
@@ -308,7 +304,7 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
         try:
             begin(task)
         except Exception as error:
-            self._note_error(call, error)
+            self._log.error(call, error)
             tasks.end(task, failed)
         return task
 
@@ -322,25 +318,11 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
             try:
                 found = answer(iter(ended.result()))
             except Exception as error:
-                self._note_error("the end of a task", error)
+                self._log.error("the end of a task", error)
                 found = failed
             tasks.end(task, found)
 
         future.add_done_callback(end)
-
-    def _note_error(self, call: str, error: Exception) -> None:
-        """Log an exception that LMCache's thread shall not see: whence it came once, and after that
-        a line a minute at most. Any thread."""
-        cause = f"{call}: {type(error).__name__}"
-        if cause not in self._traced:
-            self._traced.add(cause)
-            logger.error("kvdisk's %s failed, and LMCache goes on without it", call, exc_info=error)
-        else:
-            self._warn(cause, f"{call} failed, and LMCache goes on without it: {error}")
-
-    def _warn(self, cause: str, text: str) -> None:
-        with self._log_lock:
-            self._log.warn(cause, text)
 
     # -- names and places --------------------------------------------------------------------------
 
@@ -350,10 +332,10 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
         fingerprint = self._models.fingerprint_of(key.model_name)
         if fingerprint is None:
             if not self._models.is_named(key.model_name):
-                self._warn("model", f'nothing is kept of {key.model_name!r}: name it in "models" of adapter_params')
+                self._log.warn("model", f'nothing is kept of {key.model_name!r}: name it in "models" of adapter_params')
             return None
         if len(key.chunk_hash) < LEAST_HASH_BYTES:
-            self._warn("hash", "nothing is kept of chunks with short hashes: use --hash-algorithm blake3")
+            self._log.warn("hash", "nothing is kept of chunks with short hashes: use --hash-algorithm blake3")
             return None
         salt = key.cache_salt.encode()
         part = struct.pack(">QQQ", key.kv_rank, key.object_group_id, len(salt))
@@ -374,11 +356,11 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
             # LMCache: an object of one tensor may say so in either way
             layout = self._layout(each.meta.shapes or [each.meta.shape], each.meta.dtypes or [each.meta.dtype])
             if layout.size_bytes != int(each.get_size()):
-                self._warn("serde", "nothing is kept of objects that are packed by a serde: leave it out")
+                self._log.warn("serde", "nothing is kept of objects that are packed by a serde: leave it out")
             elif not layout.pieces:
-                self._warn("size", f"nothing is kept of objects of {layout.size_bytes} bytes: they are too small")
+                self._log.warn("size", f"nothing is kept of objects of {layout.size_bytes} bytes: they are too small")
             elif (rows := self._rows.rows_of(int(each.data_ptr), layout)) is None:
-                self._warn("place", "nothing is kept of objects outside of LMCache's main memory")
+                self._log.warn("place", "nothing is kept of objects outside of LMCache's main memory")
             else:
                 yield _Object(at, layout.keys(name), rows)
 

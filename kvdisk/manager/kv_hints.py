@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvdisk.blocks import BlockKey, group_of
 from kvdisk.errors import QuietLog
@@ -15,7 +15,7 @@ from kvdisk.manager.catalog import NONE
 from kvdisk.manager.garbage import let_go
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.prefetch import Promotions
-from kvdisk.manager.requests import RequestState
+from kvdisk.manager.requests import KVHint, RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED, RETAINED
 from kvdisk.manager.step_work import Kind, Work
 from kvdisk.manager.tiers import Tiers, TierSpace
@@ -23,6 +23,25 @@ from kvdisk.manager.tiers import Tiers, TierSpace
 RETAIN, PIN, PREFETCH, DEMOTE = ACTIONS = ("retain", "pin", "prefetch", "demote")
 DEMOTED_S: Final = 3600.0
 """How long a block that is on its way to a tier will leave that first."""
+
+
+class Hinted(Protocol):
+    """A prompt, and what its sender says of it.
+
+    ``keys``: of its full blocks, by group, each from its start; more may follow the prompt's own.
+    """
+
+    @property
+    def kv_hints(self) -> Sequence[KVHint]:
+        """What its sender says."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompt."""
+
+    @property
+    def keys(self) -> Sequence[Sequence[BlockKey]]:
+        """See the class."""
 
 
 class KVHints:
@@ -44,15 +63,19 @@ class KVHints:
         prompt."""
         request.update_keys()
         for hint in request.kv_hints:
-            most = request.prompt_tokens if hint.tokens is None else min(hint.tokens, request.prompt_tokens)
-            if hint.action == PREFETCH:
-                if not ended and not self._promotions.ask(request, most):
-                    self._log.warn("prefetch", "more prefetches are asked for than fit the queue; ignored.")
-            elif hint.action != DEMOTE:
+            if hint.action == PREFETCH and not ended and not self._promotions.ask(request, _most_of(request, hint)):
+                self._log.warn("prefetch", "more prefetches are asked for than fit the queue; ignored.")
+        self.place(request, ended=ended)
+
+    def place(self, prompt: Hinted, *, ended: bool) -> None:
+        """As ``apply``, of a prompt that nobody can prefetch."""
+        for hint in prompt.kv_hints:
+            if hint.action in {RETAIN, PIN}:
                 standing = PINNED if hint.action == PIN else RETAINED
-                self._work.add(Kind.KV_HINTS, self, self._keep(request, most, standing, hint.seconds))
-            elif ended:
-                self._work.add(Kind.KV_HINTS, self, self._demote(request))
+                kept = self._keep(prompt, _most_of(prompt, hint), standing, hint.seconds)
+                self._work.add(Kind.KV_HINTS, self, kept)
+            elif hint.action == DEMOTE and ended:
+                self._work.add(Kind.KV_HINTS, self, self._demote(prompt))
         self._work.run(self._standings.now, Kind.KV_HINTS)
 
     def hold(self, keys: Sequence[BlockKey], seconds: float, now: float) -> None:
@@ -113,7 +136,7 @@ class KVHints:
             at += len(some)
             yield len(some)
 
-    def _keep(self, request: RequestState, tokens: int, standing: int, seconds: float) -> Work:
+    def _keep(self, prompt: Hinted, tokens: int, standing: int, seconds: float) -> Work:
         """Keep a prompt's full blocks within its first ``tokens``, in order over all groups."""
         groups, step = self._geometry.groups, self._geometry.alignment_tokens
         step_blocks = sum(step // group.block_tokens for group in groups)
@@ -124,7 +147,7 @@ class KVHints:
                 ((at + 1) * group.block_tokens, key)
                 for group in groups
                 for at, key in enumerate(
-                    request.keys[group.group][start // group.block_tokens : end // group.block_tokens],
+                    prompt.keys[group.group][start // group.block_tokens : end // group.block_tokens],
                     start // group.block_tokens,
                 )
             ]
@@ -133,10 +156,10 @@ class KVHints:
             start = end
             yield max(1, len(keys))
 
-    def _demote(self, request: RequestState) -> Work:
-        """Let those of a request's blocks leave first that no other block follows, the tail
+    def _demote(self, prompt: Hinted) -> Work:
+        """Let those of a prompt's blocks leave first that no other block follows, the tail
         first."""
-        for keys in request.keys:
+        for keys in prompt.keys:
             stop, followers = len(keys), 0
             while stop > 0:
                 start = max(0, stop - self._work.left(Kind.KV_HINTS))
@@ -163,3 +186,8 @@ class KVHints:
         rows = [row for row in self._catalog.find_all(keys) if row != NONE]
         for space in self._tiers if rows else ():
             space.reorder(rows)
+
+
+def _most_of(prompt: Hinted, hint: KVHint) -> int:
+    """Return of how many of a prompt's first tokens a hint is."""
+    return prompt.prompt_tokens if hint.tokens is None else min(hint.tokens, prompt.prompt_tokens)

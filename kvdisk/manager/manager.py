@@ -31,7 +31,7 @@ from kvdisk.manager.hit_lookup import HitLookup
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.intake import Intake
 from kvdisk.manager.jobs import JobRecord, Transfers
-from kvdisk.manager.kv_hints import KVHints
+from kvdisk.manager.kv_hints import Hinted, KVHints
 from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.load_threshold import LoadThreshold
 from kvdisk.manager.neighbours import NeighbourCopies
@@ -423,6 +423,13 @@ class TierManager:
     def hold(self, keys: Sequence[BlockKey], seconds: float, now: float) -> None:
         """Let blocks stay for so long from now on, as a KV hint does that pins them."""
         self._kv_hints.hold(keys, seconds, now)
+
+    @uncollected
+    def hint_keys(self, prompt: Hinted, now: float, *, ended: bool) -> None:
+        """Do what the sender of a prompt says of its blocks, which this follows by key alone, when
+        it has come, or when it has ended."""
+        self._kv_hints.refresh(now)
+        self._kv_hints.place(prompt, ended=ended)
 
     def held(self) -> str:
         """Say in words what a reset drops."""

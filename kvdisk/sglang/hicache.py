@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.config import Config
-from kvdisk.errors import ConfigError, KvdiskError, QuietLog
+from kvdisk.errors import ConfigError, EngineLog, KvdiskError
 from kvdisk.mover_process import MoverProcess
 from kvdisk.sglang import weight_updates
 from kvdisk.sglang.host_rows import STAGING_PAGES, PoolRows, StagingRows
@@ -67,7 +66,7 @@ def _never_raises(
             try:
                 return call(self, *arguments, **more)
             except Exception as error:
-                self.note_error(call.__name__, error)
+                self.engine_log.error(call.__name__, error)
                 return failed(*arguments, **more)
 
         return called
@@ -116,9 +115,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         self._rows: PoolRows | StagingRows | None = None
         self._store: SharedStore | None = None
         self._stats = StorageStats(is_on=bool(storage_config.enable_storage_metrics))
-        self._log_lock = threading.Lock()
-        self._log = QuietLog(time.monotonic, logger)
-        self._traced: set[str] = set()
+        self.engine_log = EngineLog("SGLang", logger)
         self._updates = weight_updates.updates()
 
     # -- pools -------------------------------------------------------------------------------------
@@ -296,20 +293,6 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         """Return what was loaded and stored since the last call, for SGLang's metrics."""
         return self._stats.take()
 
-    def note_error(self, call: str, error: Exception) -> None:
-        """Log an exception that SGLang's thread shall not see: whence it came once, and after that
-        a line a minute at most. Any thread."""
-        cause = f"{call}: {type(error).__name__}"
-        if cause not in self._traced:
-            self._traced.add(cause)
-            logger.error("kvdisk's %s failed, and SGLang goes on without it", call, exc_info=error)
-        else:
-            self._warn(cause, f"{call} failed, and SGLang goes on without it: {error}")
-
-    def _warn(self, cause: str, text: str) -> None:
-        with self._log_lock:
-            self._log.warn(cause, text)
-
     # -- keys and rows -----------------------------------------------------------------------------
 
     def _open_store(self) -> SharedStore | None:
@@ -317,7 +300,7 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         updated since it was opened."""
         store = self._store
         if store is not None and weight_updates.updates() != self._updates:
-            self._warn(
+            self.engine_log.warn(
                 "updates",
                 "off, as weights of this server were updated, and what is stored is of others: restart it, or detach"
                 ' the storage backend and attach it with "weights_name".',

@@ -61,6 +61,8 @@ class Blocks(MemoryBlocks):
         self.gets: list[tuple[int, list[Get]]] = []
         self.asked: list[list[BlockKey]] = []
         self.forgot: list[int] = []
+        self.hinted: list[tuple[bool, Any]] = []
+        self.is_budget_spent = False
 
     def put(self, tag: int, blocks: Sequence[Put]) -> None:
         self.puts += blocks
@@ -77,6 +79,9 @@ class Blocks(MemoryBlocks):
         assert request not in self.told, "each once"
         self.told[request] = list(keys)
         super().reached(request, keys)
+
+    def hint(self, prompt: Any, *, ended: bool) -> None:
+        self.hinted.append((ended, prompt))
 
     def forget(self, epoch: int) -> None:
         self.forgot.append(epoch)
@@ -133,9 +138,9 @@ class Bench(Door):
             self.step()
         raise AssertionError("it waits for ever")
 
-    def serve(self, name: str, document: int, chunks: int, group: int = 0) -> int:
+    def serve(self, name: str, document: int, chunks: int, group: int = 0, **sent: Any) -> int:
         """Serve a whole request; return the chunks that hit."""
-        keys = self.begin(name, document, chunks, group)
+        keys = self.begin(name, document, chunks, group, **sent)
         hits = self.load(name, keys)
         self.compute(name, keys[hits:])
         self.end(name)

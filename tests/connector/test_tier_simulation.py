@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from kvdisk.connector import tier as tiers
 from kvdisk.device.listing import list_homes
 from kvdisk.store import BlockKind, Result
+from kvdisk.tier_settings import DETECTOR
 
 SEEDS = 120
 MORE_SEEDS = 2000
@@ -71,8 +72,11 @@ class World:
         self.open()
 
     def open(self) -> None:
-        self.bench: Bench = self.make(rows=self.rows, lookup_wait_s=WAIT_S)
+        self.bench: Bench = self.make(rows=self.rows, lookup_wait_s=WAIT_S, **self.backpressure())
         self.store._most_blocks = self.random.choice([10, 100, 1 << 20])
+
+    def backpressure(self) -> dict[str, Any]:
+        return self.random.choice([{}, {"backpressure": {"backpressure_cls": DETECTOR, "most_rows": 0.3}}])
 
     @property
     def store(self) -> Any:
@@ -89,7 +93,18 @@ class World:
             self.names += 1
             document, chunks = self.random.randrange(6), self.random.randint(1, 14)
             name = f"{self.names}"
-            self.requests.append(Request(name, self.bench.begin(name, document, chunks, document % 2)))
+            keys = self.bench.begin(name, document, chunks, document % 2, kv_transfer_params=self.hints())
+            self.requests.append(Request(name, keys))
+
+    def hints(self) -> dict[str, Any] | None:
+        """Return KV hints, sometimes for a part of the prompt, and often none."""
+        actions = self.random.sample(
+            ["kv.pin", "kv.retain", "kv.demote", "kv.prefetch"], self.random.choice([0, 0, 1, 2])
+        )
+        kept = {"seconds": self.random.choice([0.1, 60]), "tokens": self.random.choice([TOKENS, 5 * TOKENS, 999])}
+        payloads = {"kv.pin": kept, "kv.retain": kept}
+        listed = [{"action_type": action, "payload": payloads.get(action, {})} for action in actions]
+        return {"kv_hints": {"actions": listed}} if listed else None
 
     def step(self) -> None:
         """One of the scheduler's: some requests get on, some of them end."""
@@ -235,7 +250,9 @@ class DriveWorld(World):
 
     def open(self) -> None:
         nvme_bytes = bytes_for([BlockKind(ROW_BYTES, TOKENS)] * 2, self.random.choice([40, 400]))
-        self.bench = self.make(rows=self.rows, lookup_wait_s=2.0, nvme_bytes=nvme_bytes, **self.settings())
+        self.bench = self.make(
+            rows=self.rows, lookup_wait_s=2.0, nvme_bytes=nvme_bytes, **self.settings(), **self.backpressure()
+        )
         self.stopped = False
 
     def settings(self) -> dict[str, Any]:

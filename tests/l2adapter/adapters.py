@@ -94,8 +94,10 @@ class Driver:
     do."""
 
     def __init__(self, parameters: Any, arena: Arena | None = None) -> None:
+        """``parameters``: kvdisk's, or the whole option as text."""
         self.arena = arena or Arena()
-        options = argparse.Namespace(l2_adapter=[option_for(parameters)])
+        option = parameters if isinstance(parameters, str) else option_for(parameters)
+        options = argparse.Namespace(l2_adapter=[option])
         (config,) = parse_args_to_l2_adapters_config(options).adapters
         self.adapter: Any = create_l2_adapter(config, self.arena.desc)
         self.adapter.set_backend_identity("plugin")

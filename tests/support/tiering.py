@@ -55,11 +55,12 @@ class Door:
         self.requests: dict[str, Any] = {}
         self.results: list[Any] = []
 
-    def begin(self, name: str, document: int, chunks: int, group: int = 0) -> list[Any]:
-        """Let a request come; return the keys of its prompt."""
+    def begin(self, name: str, document: int, chunks: int, group: int = 0, **sent: Any) -> list[Any]:
+        """Let a request come; return the keys of its prompt. ``sent``: what else vLLM tells of
+        it."""
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-        context = self.requests[name] = ReqContext(name)
+        context = self.requests[name] = ReqContext(name, **sent)
         self.manager.on_new_request(context)
         keys = [make_offload_key(f"{document}:{at}".encode().ljust(32), GROUP_IDS[group]) for at in range(chunks)]
         for at, key in enumerate(keys):

@@ -167,3 +167,22 @@ def test_an_environment_beside_another_finds_its_packages_and_has_only_what_they
     installer.make_venv()
     installer.install_beside()
     assert not installer.worked, "nothing is done a second time"
+
+
+def test_the_size_of_other_engines_is_said_before_they_are_installed(tmp_path, monkeypatch, capsys):
+    (beside, own) = (tmp_path / ".venv", tmp_path / ".venv-engines")
+    for venv in (beside, own):
+        (venv / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+    installer = install.Installer(own, "")
+    installer.stamps.mkdir()
+
+    def install_one(self, name, what, *, apart):
+        print(f"{name} is downloaded")
+        (self.stamps / name).touch()
+
+    monkeypatch.setattr(install.Installer, "_install_alone", install_one)
+    installer.install_engines(beside)
+    said = capsys.readouterr().out.splitlines()
+    assert "0.6 GB" in said[0] and len(said) == 1 + len(install.ENGINE_PARTS)
+    installer.install_engines(beside)
+    assert "0.6 GB" not in capsys.readouterr().out, "they are there"

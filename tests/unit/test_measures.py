@@ -11,41 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import figure_pages
-import measure_all
 import pytest
-from measure_all import MEASUREMENTS, Measurement, Places
+from measure_all import MEASUREMENTS, Places
+from support.measured import run_small
 from support.needs import need, why_no_mooncake
 
 SHORT = {"drive"}
-SIZES = re.compile(r"\d[\d,]*( KiB| MiB)?")
+BESIDE = {"engines"}
+"""Those that need other engines' packages: ``tests/hicache`` runs them."""
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def marked(one: Measurement) -> list[list[str]]:
-    """Return the names of the figures and tables that pages take from a measurement."""
-    found = [
-        mark.split(" // ")
-        for path in figure_pages.PAGES
-        for _, _, mark, _, _ in figure_pages.MARK.findall(path.read_text())
-    ]
-    return [parts[1:] for parts in found if parts[0] == one.name and len(parts) > 1]
-
-
-def without_sizes(name: str) -> str:
-    """Return a name that is the same at any size."""
-    return SIZES.sub("#", name).replace("groups", "group")
-
-
-def parts_of(tables: object) -> set[tuple[str, ...]]:
-    """Return the name of each table, row and column of a record, without sizes."""
-    found: set[tuple[str, ...]] = set()
-    assert isinstance(tables, dict)
-    for table, rows in tables.items():
-        found.add((without_sizes(table),))
-        for row, cells in rows.items():
-            found |= {(without_sizes(table), without_sizes(row), without_sizes(column)) for column in cells}
-    return found
 
 
 @pytest.fixture
@@ -66,22 +40,17 @@ def places(tmp_path) -> Places:
 
 @pytest.mark.parametrize(
     "one",
-    [pytest.param(each, marks=[pytest.mark.torture] * (each.name not in SHORT)) for each in MEASUREMENTS],
+    [
+        pytest.param(each, marks=[pytest.mark.torture] * (each.name not in SHORT))
+        for each in MEASUREMENTS
+        if each.name not in BESIDE
+    ],
     ids=lambda each: each.name,
 )
 def test_a_measurement_runs_and_has_what_the_pages_name(one, places):
     if one.name == "remote-objects":
         need(why_no_mooncake())
-    record = measure_all.measure(one, places, small=True)
-    assert record["small"] and record["tables"] and set(record["code"]) == set(one.code)
-    found = parts_of(record["tables"])
-    for names in marked(one):
-        if len(names) == 3:
-            assert tuple(map(without_sizes, names)) in found, names
-        else:
-            assert (without_sizes(names[0]),) in found, names
-            columns = {column for _, _, column in (part for part in found if len(part) == 3)}
-            assert {without_sizes(each) for each in names[1].split("; ")} <= columns if names[1:] else True
+    run_small(one, places)
 
 
 @pytest.mark.parametrize(
