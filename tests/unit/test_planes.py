@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.remote.client import open_remote
-from kvdisk.remote.planes import HEAD_BYTES, MOST_PLANES, PlanesCodec, most_coded_bytes, raw_bytes_of
+from kvdisk.remote.planes import HEAD, PIECE_ELEMENTS, PlanesCodec, most_coded_bytes, raw_bytes_of
 
 CODEC = PlanesCodec()
+HEAD_BYTES = HEAD.size + 2 * 4
+"""Of an object of one piece in two planes."""
 GIB = 1 << 30
 """Of zeros, which are coded to next to nothing."""
 
@@ -43,7 +45,7 @@ def decoded(coded: bytes, byte_count: int = len(BODY)) -> bytes | None:
 
 
 def head(planes: int, raw_bytes: int, *lengths: int, magic: bytes = b"KVDPLAN1") -> bytes:
-    return struct.pack(f"<8sQQ{MOST_PLANES}Q", magic, planes, raw_bytes, *lengths, *[0] * (MOST_PLANES - len(lengths)))
+    return struct.pack(f"<8sQQ{len(lengths)}I", magic, planes, raw_bytes, *lengths)
 
 
 def alone(frame: bytes, raw_bytes: int) -> bytes:
@@ -59,7 +61,9 @@ def test_what_was_coded_comes_back(body, element_bytes):
     assert decoded(coded, len(body)) == body
 
 
-@pytest.mark.parametrize("size", [1, 4096, 1 << 17, (1 << 17) + 1, (1 << 22) + 4096])
+@pytest.mark.parametrize(
+    "size", [1, 4096, PIECE_ELEMENTS - 1, PIECE_ELEMENTS, PIECE_ELEMENTS + 1, 8 * PIECE_ELEMENTS + 4096]
+)
 def test_what_does_not_shrink_hardly_grows(size):
     body = np.random.default_rng(size).bytes(size)
     for element_bytes in (1, 2, 4):
@@ -171,7 +175,7 @@ codec.decode(memoryview(b"x"), 8192)
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20),) * 2)
 def alone(frame, says):
-    return memoryview(struct.pack("<8sQQ4Q", b"KVDPLAN1", 1, says, len(frame), 0, 0, 0) + frame)
+    return memoryview(struct.pack("<8sQQI", b"KVDPLAN1", 1, says, len(frame)) + frame)
 for frame in (bomb, wide, b"\\x28\\xb5\\x2f\\xfd\\xe0" + struct.pack("<Q", {GIB}) + b"\\0" * 99):
     for says in (8192, {GIB}):
         assert codec.decode(alone(frame, says), 8192) is None
