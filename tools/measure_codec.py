@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ GBITS = (1, 5, 25)
 DEADLINE_S = 120.0
 TOKENS = 16
 """Of a block."""
-MOST_TOKENS = 2048
+MOST_TOKENS = 1024
 MIB = 1 << 20
 
 
@@ -193,51 +193,61 @@ class Linked:
         self._behind.close()
 
 
-def seconds_of(objects: BucketObjects, op: ObjectOp, asked: Sequence[RemoteObject]) -> float:
-    """Return how long a batch takes."""
-    began_s = time.perf_counter()
+def seconds_of(objects: BucketObjects, op: ObjectOp, asked: Sequence[RemoteObject]) -> tuple[float, float]:
+    """Return how long a batch takes, and how much of this process's processor time."""
+    began_s, used_s = time.perf_counter(), time.process_time()
     objects.submit(op, asked)
     ((_, results, _),) = objects.poll(DEADLINE_S)
     assert set(results) == {Result.OK}, results
-    return time.perf_counter() - began_s
+    return time.perf_counter() - began_s, time.process_time() - used_s
 
 
 def measure_links(
     places: Sequence[tuple[str, Callable[[], Bucket], float]], samples: Samples, rounds: int, record: Record
 ) -> Table:
     """Return what a batch moves in a second over each link, coded and as it is, in turn."""
-    table = Table("", "as it is, MB/s", "coded, MB/s", "coded, of as it is")
-    slots = samples.slots
-    mb = sum(slot.size for slot in slots) / 1e6
-    target = [np.empty_like(slot) for slot in slots]
+    table = Table("", "as it is, MB/s", "coded, MB/s", "coded, of as it is", "processor ms a MB")
+    mb = sum(slot.size for slot in samples.slots) / 1e6
     for what, make, gbits in places:
-        taken: dict[tuple[ObjectOp, bool], list[float]] = {}
-        for number in range(rounds + 1):
-            for coded in (number % 2 == 0, number % 2 == 1):
+        taken: dict[tuple[ObjectOp, bool], list[tuple[float, float]]] = {}
+        with ExitStack() as opened:
+            clients = {}
+            for coded in (False, True):
                 codec = PlanesCodec() if coded else None
-                bucket: Bucket = Linked(make(), gbits)
-                names = [f"{secrets.token_hex(8)}/{at}" for at in range(len(slots))]
-                with closing(BucketObjects(bucket, deadline_s=DEADLINE_S, codec=codec)) as objects:
-                    for op, memory in ((ObjectOp.PUT, slots), (ObjectOp.GET, target)):
-                        pairs = zip(names, memory, strict=True)
-                        asked = [RemoteObject(name, memoryview(slot), samples.element_bytes) for name, slot in pairs]
-                        spent_s = seconds_of(objects, op, asked)
+                client = BucketObjects(Linked(make(), gbits), deadline_s=DEADLINE_S, codec=codec)
+                clients[coded] = opened.enter_context(closing(client))
+            for number in range(rounds + 1):
+                for coded in (number % 2 == 0, number % 2 == 1):
+                    for op, spent in pass_through(clients[coded], samples):
                         if number:
-                            taken.setdefault((op, coded), []).append(mb / spent_s)
-                assert all(map(np.array_equal, slots, target)), "other bytes"
+                            taken.setdefault((op, coded), []).append(spent)
         for op in (ObjectOp.PUT, ObjectOp.GET):
-            plain, shorter = taken[op, False], taken[op, True]
+            plain, shorter = ([mb / spent_s for spent_s, _ in taken[op, coded]] for coded in (False, True))
             ratios = [b / a for a, b in zip(plain, shorter, strict=True)]
+            costs = [[1000 * used_s / mb for _, used_s in taken[op, coded]] for coded in (False, True)]
             row = f"{op.value}, {gbits:g} Gbit/s{what}"
-            table.add_row(
-                row,
-                *(f"{statistics.median(each):,.0f}" for each in (plain, shorter)),
-                f"{statistics.median(ratios):.2f}",
-            )
+            cpu = " to ".join(f"{statistics.median(each):.2f}" for each in costs)
+            rates = [f"{statistics.median(each):,.0f}" for each in (plain, shorter)]
+            table.add_row(row, *rates, f"{statistics.median(ratios):.2f}", cpu)
             record.add("links", row, "as it is, MB/s", plain)
             record.add("links", row, "coded, MB/s", shorter)
             record.add("links", row, "coded, of as it is", ratios)
+            record.add("links", row, "as it is, processor ms a MB", costs[0])
+            record.add("links", row, "coded, processor ms a MB", costs[1])
     return table
+
+
+def pass_through(objects: BucketObjects, samples: Samples) -> list[tuple[ObjectOp, tuple[float, float]]]:
+    """Put slots under new names, and get them again; return what both took."""
+    target = [np.empty_like(slot) for slot in samples.slots]
+    names = [f"{secrets.token_hex(8)}/{at}" for at in range(len(target))]
+    found = []
+    for op, memory in ((ObjectOp.PUT, samples.slots), (ObjectOp.GET, target)):
+        pairs = zip(names, memory, strict=True)
+        asked = [RemoteObject(name, memoryview(slot), samples.element_bytes) for name, slot in pairs]
+        found.append((op, seconds_of(objects, op, asked)))
+    assert all(map(np.array_equal, samples.slots, target)), "other bytes"
+    return found
 
 
 def main() -> int:
