@@ -204,8 +204,6 @@ def size(
     not counted, too few bytes, or wrong usage
     """
     try:
-        if shrinks and not prefill:
-            raise ConfigError("--shrinks needs --prefill.")
         known = read_model(model, dtype, kv_dtype)
         tokens = context or min(known.longest_tokens or _CONTEXT_TOKENS, _CONTEXT_TOKENS)
         stages = known.stages(pp)
@@ -217,16 +215,13 @@ def size(
         answer.cpu = fit_cpu(geometry, engine.cpu_bytes, tokens, filled) if cpu else None
         answer.nvme = fit_nvme(geometry, engine.nvme_bytes, drives, tokens, filled) if engine.nvme_bytes else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
-        answer.link, answer.data_parallel = _link(answer, prefill, shrinks) if prefill else None, dp
+        answer.link, answer.data_parallel = _link(answer, prefill, shrinks), dp
         if block_size is None:
             answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
         sentence = str(error).replace("nvme_bytes", "--nvme").replace("cpu_bytes", "--cpu")  # as they are called here
         raise refusal(sentence.rstrip(".") + ".") from None
-    if as_json:
-        print_json(answer)
-    else:
-        _print(answer, known, report_console())
+    print_json(answer) if as_json else _print(answer, known, report_console())
 
 
 def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_tokens: int) -> Answer:
@@ -261,7 +256,11 @@ def _endurance(text: str, writes: Writes | None) -> Endurance:
     return Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
 
 
-def _link(answer: Answer, prefill: float, shrinks: float | None) -> Link:
+def _link(answer: Answer, prefill: float | None, shrinks: float | None) -> Link | None:
+    if prefill is None:
+        if shrinks is not None:
+            raise ConfigError("--shrinks needs --prefill.")
+        return None
     loaded, sent = prefill * answer.token_bytes * 8, prefill * answer.token_bytes_drive * DAY_S
     coded = (None, None) if shrinks is None else (round(loaded / shrinks), round(sent / shrinks))
     return Link(prefill, round(loaded), round(sent), shrinks, *coded)

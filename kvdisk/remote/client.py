@@ -301,7 +301,7 @@ class BucketObjects:
             length = memoryview(found).nbytes - self._sealed_bytes(0)
             if not 0 < length <= most_bytes:
                 return Result.BAD
-            taken.append(RemoteObject(name, memoryview(bytearray(length))))
+            taken.append(RemoteObject(name, np.empty(length, np.uint8).data))
             return self._take(taken[0], found)
 
         async with coding.room(most_bytes + byte_count):
