@@ -27,6 +27,7 @@ BUCKETS = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 """The schemes of buckets in ``remote``, and what names of their settings may begin with, as obstore
 has it."""
 REMOTES = (*BUCKETS, "mooncake")
+CODECS = ("zstd-planes",)
 EVICTIONS = ("learned", "lru")
 ON_RESET = ("epoch", "keep")
 _NEAR_MISS = 0.8
@@ -343,6 +344,15 @@ class Config:
 
     Default: none: all who can write the bucket are trusted
     Example: "/etc/kvdisk/key"
+    """
+    remote_codec: str | None = _setting(None, _one_of(CODECS))
+    """How blocks are coded before they are sent to `remote`, without loss. `"zstd-planes"`: each
+    byte of an element apart, with zstd; needs kvdisk's extra `codec`. It pays where the link is
+    slower than decoding ([when](REMOTE.md#fewer-bytes)). What hardly shrinks is sent as it is. An
+    engine without this setting does not see coded blocks; one with it loads both.
+
+    Default: none: blocks are sent as they are
+    Example: "zstd-planes"
     """
     max_age_s: float | None = _setting(None, _parse_age)
     """Blocks that were first stored longer ago than this, in any tier of any engine, are not

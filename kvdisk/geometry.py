@@ -78,7 +78,8 @@ class GroupGeometry:
     prompt, so that their hash does not determine their KV. ``state_tokens``: the group keeps
     recurrent states, about one in so many tokens. A block is then the state after its last token,
     and serves without the blocks before it, which is a window of 2. None: the group keeps KV.
-    ``least_bytes``: the least payload that a slot has room for.
+    ``least_bytes``: the least payload that a slot has room for. ``element_bytes``: of one element
+    of the payload; 1 where they differ, or nobody knows.
     """
 
     group: int
@@ -91,6 +92,7 @@ class GroupGeometry:
     state_tokens: int | None = None
     least_bytes: int = 0
     gpu_blocks: int = 1
+    element_bytes: int = 1
 
     @property
     def gpu_block_tokens(self) -> int:

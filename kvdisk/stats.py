@@ -165,6 +165,16 @@ METRICS: Mapping[str, Metric] = {
         Metric("job_seconds", _H, "seconds from a job's plan until every rank has done it", "job", JOBS, _WAIT_S),
         Metric("drive_read_bytes", _C, "bytes read from a drive, on all ranks", "drive"),
         Metric("drive_written_bytes", _C, "bytes written to a drive, on all ranks", "drive"),
+        Metric(
+            "remote_read_bytes",
+            _C,
+            "bytes read well from the remote store, as it keeps them: with remote_codec fewer than in transfer_bytes",
+        ),
+        Metric(
+            "remote_written_bytes",
+            _C,
+            "bytes written to the remote store, as it keeps them; what a bucket had already is not written",
+        ),
         # Copies that left, and blocks that were not taken.
         Metric("evicted_blocks", _C, "copies evicted from a tier for room", "tier", TIERS),
         Metric(

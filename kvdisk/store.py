@@ -90,7 +90,14 @@ _CLOSED = "the store is closed"
 def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
     """Return the sizes of slots for blocks of these kinds."""
     groups = [
-        GroupGeometry(at, kind.tokens, kind.payload_bytes, kind.window_tokens, state_tokens=kind.state_tokens)
+        GroupGeometry(
+            at,
+            kind.tokens,
+            kind.payload_bytes,
+            kind.window_tokens,
+            state_tokens=kind.state_tokens,
+            element_bytes=kind.element_bytes,
+        )
         for at, kind in enumerate(kinds)
     ]
     return Geometry(share_slots(groups), 1, math.gcd(*(kind.tokens for kind in kinds)))

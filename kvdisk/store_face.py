@@ -40,13 +40,15 @@ class BlockKind(NamedTuple):
     ``payload_bytes``: of a row that are kept, from its first on. ``tokens``: that a block stands
     for: kinds share the drive by their bytes a token. ``window_tokens``: only the last so many
     before a token are read for it. ``state_tokens``: it is a recurrent state, and one in so many
-    tokens is kept; None: it is KV.
+    tokens is kept; None: it is KV. ``element_bytes``: of one element, where all have as many;
+    1 where not, or it is not known. ``remote_codec`` goes by it, and nothing else.
     """
 
     payload_bytes: int
     tokens: int = 1
     window_tokens: int | None = None
     state_tokens: int | None = None
+    element_bytes: int = 1
 
 
 class Put(NamedTuple):

@@ -42,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "obstore": ("kvdisk/remote/obstore_bucket.py",),
     "blake3": ("kvdisk/remote/client.py",),
     "mooncake": ("kvdisk/remote/mooncake_process.py",),
+    "zstandard": ("kvdisk/remote/planes.py",),
     "numpy": ("kvdisk/",),
     "xxhash": ("kvdisk/device/", "kvdisk/worker/", "kvdisk/manager/catalog.py", "kvdisk/connector/weights.py"),
     "rich": ("kvdisk/cli/",),

@@ -77,7 +77,7 @@ def through_tier(objects: BucketObjects) -> Mover:
 
     def move(op: ObjectOp, names: list[str], buffers: list[memoryview]) -> None:
         objects.submit(op, [RemoteObject(*pair) for pair in zip(names, buffers, strict=True)])
-        ((_, results),) = objects.poll(DEADLINE_S)
+        ((_, results, _),) = objects.poll(DEADLINE_S)
         assert set(results) == {Result.OK}, results
 
     return move

@@ -44,13 +44,14 @@ from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES, open_listed, open_remote
 from kvdisk.remote.obstore_bucket import PAGE_OBJECTS, Listed, ObstoreBucket, why_failed
+from kvdisk.remote.planes import SUFFIX, PlanesCodec, raw_bytes_of
 from kvdisk.tier_settings import check_either
 
 FromRemote = Annotated[
     str | None,
     typer.Option("--remote", metavar="CONFIG.json|URL", help="The remote store of a configuration, or its address."),
 ]
-JSON_VERSION = 1
+JSON_VERSION = 2
 MOST_LISTED = 200_000
 """Objects that a survey looks at, over all namespaces."""
 SAMPLE = 100
@@ -75,12 +76,14 @@ _WORDS = {
 
 @dataclass
 class RemoteNamespace:
-    """What was listed of a namespace. ``objects``: a block has one for each rank. Times are seconds
-    since the Unix epoch."""
+    """What was listed of a namespace. ``objects``: a block has one for each rank. ``bytes``: as the
+    store keeps them; those of coded objects are in both. Times are seconds since the Unix epoch."""
 
     fingerprint: str
     objects: int = 0
     bytes: int = 0
+    coded_objects: int = 0
+    coded_bytes: int = 0
     oldest_s: int | None = None
     newest_s: int | None = None
     is_whole: bool = True
@@ -90,6 +93,9 @@ class RemoteNamespace:
         stored_s = [one.stored_s for one in page]
         self.objects += len(page)
         self.bytes += sum(one.size_bytes for one in page)
+        coded = [one.size_bytes for one in page if one.name.endswith(SUFFIX)]
+        self.coded_objects += len(coded)
+        self.coded_bytes += sum(coded)
         self.oldest_s = min(stored_s + ([] if self.oldest_s is None else [self.oldest_s]))
         self.newest_s = max(stored_s + ([] if self.newest_s is None else [self.newest_s]))
 
@@ -107,7 +113,8 @@ class RemoteSurvey:
 
 @dataclass(frozen=True)
 class WrongObject:
-    """An object that no engine would use. ``check``: "read", "seal", "header", or "checksum"."""
+    """An object that no engine would use. ``check``: "read", "seal", "code", "header", or
+    "checksum"."""
 
     name: str
     check: str
@@ -118,12 +125,14 @@ class WrongObject:
 class RemoteVerdict:
     """What was found in a sample of objects. ``gone``: objects that were listed, but gone before
     they were read. ``late``: objects that did not come in time, which says nothing about them.
-    ``unread``: objects that were not asked for, or could not be read."""
+    ``unread``: objects that were not asked for, or could not be read. ``read_bytes``: as the store
+    keeps them; ``decoded_bytes``: the same with the coded ones as they were before."""
 
     url: str
     seed: int
     objects: int = 0
     read_bytes: int = 0
+    decoded_bytes: int = 0
     gone: int = 0
     late: list[str] = field(default_factory=list)
     unread: list[WrongObject] = field(default_factory=list)
@@ -220,14 +229,15 @@ def _sample(bucket: ObstoreBucket, count: int, choose: random.Random) -> list[Li
 
 def verify_remote(config: Config, count: int, seed: int) -> RemoteVerdict:
     """Read and check ``count`` objects, chosen at random by ``seed``. Raises ConfigError. Ends
-    early, with what was found, on KeyboardInterrupt."""
+    early, with what was found, on KeyboardInterrupt. Coded objects are read as they lie there, and
+    decoded here."""
     assert config.remote is not None
     verdict, started_s = RemoteVerdict(config.remote, seed), time.monotonic()
     with listing(config) as bucket:
         chosen = _sample(bucket, count, random.Random(seed))  # noqa: S311 - what is read is no secret
     seal_bytes = SEAL_BYTES if config.remote_key_file else 0
     try:
-        with closing(open_remote(config)) as objects:
+        with closing(open_remote(replace(config, remote_codec=None))) as objects:
             _read_all(objects, chosen, seal_bytes, verdict)
     except KeyboardInterrupt:
         verdict.stopped = True
@@ -265,7 +275,7 @@ def _read_all(objects: Objects, chosen: Sequence[Listed], seal_bytes: int, verdi
             verdict.late += [one.name for one in late]
         for one, buffer, result in zip(some, buffers, results, strict=True):
             if result is not Result.LATE:
-                _judge(verdict, one, buffer, result)
+                _judge(verdict, one, memoryview(buffer), result)
 
 
 def _batches(chosen: Sequence[Listed]) -> Iterator[list[Listed]]:
@@ -280,21 +290,35 @@ def _batches(chosen: Sequence[Listed]) -> Iterator[list[Listed]]:
         yield some
 
 
-def _judge(verdict: RemoteVerdict, one: Listed, body: bytearray, result: Result) -> None:
+def _judge(verdict: RemoteVerdict, one: Listed, body: memoryview, result: Result) -> None:
     if result is Result.ABSENT:
         verdict.gone += 1
         return
     if result in _WORDS:
         verdict.unread.append(WrongObject(one.name, "read", _WORDS[result]))
         return
+    name, codec = one.name.removesuffix(SUFFIX), None
+    if name != one.name and result is Result.OK:
+        try:
+            codec = PlanesCodec()
+        except ConfigError:
+            verdict.unread.append(WrongObject(one.name, "read", "it is coded: install zstandard"))
+            return
     verdict.objects += 1
     if result is Result.BAD:
         verdict.wrong.append(WrongObject(one.name, "seal", "its seal is not ours, or its length has changed"))
         return
     verdict.read_bytes += one.size_bytes
-    wrong = check_object(one.name, memoryview(body))
+    if codec is not None:
+        decoded = codec.decode(body, min(raw_bytes_of(body) or 0, MOST_OBJECT_BYTES))
+        if decoded is None:
+            verdict.wrong.append(WrongObject(one.name, "code", "it cannot be decoded"))
+            return
+        body = decoded.data
+    verdict.decoded_bytes += len(body)
+    wrong = check_object(name, body)
     if wrong is not None:
-        verdict.wrong.append(wrong)
+        verdict.wrong.append(replace(wrong, name=one.name))
 
 
 def check_object(name: str, body: memoryview) -> WrongObject | None:
@@ -326,6 +350,8 @@ def print_remote_survey(survey: RemoteSurvey, console: Console) -> None:
     more = "" if all(one.is_whole for one in known) else "more than "
     total = f"{more}{number(sum(one.objects for one in known))} objects, {size(sum(one.bytes for one in known))}"
     lines.add_row("Holds", f"{total}, in {plural(len(known), 'namespace')}" if known else "no blocks")
+    if coded := sum(one.coded_objects for one in known):
+        lines.add_row("Coded", f"{number(coded)} of them, {size(sum(one.coded_bytes for one in known))}")
     console.print(lines)
     if not known:
         return
@@ -346,7 +372,8 @@ def print_remote_verdict(verdict: RemoteVerdict, console: Console, most: int | N
     """Print what was found. ``most``: wrong objects that are listed at most; None for all."""
     lines = make_lines()
     lines.add_row("Remote", Text(printable(verdict.url), "bold cyan"))
-    took = f"{size(verdict.read_bytes)} in {verdict.seconds:.1f} s"
+    decoded = f" ({size(verdict.decoded_bytes)} decoded)" if verdict.decoded_bytes > verdict.read_bytes else ""
+    took = f"{size(verdict.read_bytes)}{decoded} in {verdict.seconds:.1f} s"
     lines.add_row("Read", f"{plural(verdict.objects, 'object')}, {took}; seed {verdict.seed}")
     if verdict.gone:
         lines.add_row("Gone", f"{plural(verdict.gone, 'object')}, before they were read")

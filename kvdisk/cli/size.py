@@ -61,6 +61,10 @@ _Prefill = Annotated[
     typer.Option(metavar="TOKENS", min=1, help="Computed in a second: what a remote store's link must carry."),
 ]
 
+_Shrinks = Annotated[
+    float | None,
+    typer.Option(metavar="TIMES", min=1, help="How many times shorter remote_codec makes blocks; with --prefill."),
+]
 
 _DataParallel = Annotated[
     int, typer.Option("--dp", metavar="N", min=1, max=MOST_RANKS, help="Data-parallel ranks, engines each.")
@@ -106,11 +110,16 @@ class Endurance:
 @dataclass(frozen=True)
 class Link:
     """A link to a remote store. ``bits_per_s``: the rate from which on loads bring tokens sooner
-    than the GPU computes them. ``sent_bytes_per_day``: if all that is computed is sent once."""
+    than the GPU computes them. ``sent_bytes_per_day``: if all that is computed is sent once.
+    ``shrinks``: how many times shorter ``remote_codec`` makes blocks; ``coded_...``: the same with
+    it. null: it was not said."""
 
     prefill_tokens_per_s: float
     bits_per_s: int
     sent_bytes_per_day: int
+    shrinks: float | None = None
+    coded_bits_per_s: int | None = None
+    coded_bytes_per_day: int | None = None
 
 
 @dataclass
@@ -141,7 +150,7 @@ class Answer:
     link: Link | None = None
     data_parallel: int = 1
     notes: list[str] = field(default_factory=list)
-    json_version: int = 2
+    json_version: int = 3
     kvdisk_version: str = __version__
 
 
@@ -178,6 +187,7 @@ def size(
         typer.Option("--drive-endurance", metavar="BYTES", help="What the drives take before they wear out: 1.2PB."),
     ] = None,
     prefill: _Prefill = None,
+    shrinks: _Shrinks = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a token's KV takes, what fits, and how long the drive lasts.
@@ -205,16 +215,13 @@ def size(
         answer.cpu = fit_cpu(geometry, engine.cpu_bytes, tokens, filled) if cpu else None
         answer.nvme = fit_nvme(geometry, engine.nvme_bytes, drives, tokens, filled) if engine.nvme_bytes else None
         answer.writes, answer.endurance = writes, _endurance(endurance, writes) if endurance else None
-        answer.link, answer.data_parallel = _link(answer, prefill) if prefill else None, dp
+        answer.link, answer.data_parallel = _link(answer, prefill, shrinks), dp
         if block_size is None:
             answer.notes.append(f"blocks of {geometry.hash_tokens} tokens are assumed; see --block-size")
     except ConfigError as error:
         sentence = str(error).replace("nvme_bytes", "--nvme").replace("cpu_bytes", "--cpu")  # as they are called here
         raise refusal(sentence.rstrip(".") + ".") from None
-    if as_json:
-        print_json(answer)
-    else:
-        _print(answer, known, report_console())
+    print_json(answer) if as_json else _print(answer, known, report_console())
 
 
 def _answer(model: ModelKv, geometry: Geometry, stages: Sequence[int], context_tokens: int) -> Answer:
@@ -249,9 +256,14 @@ def _endurance(text: str, writes: Writes | None) -> Endurance:
     return Endurance(taken, round(taken / writes.bytes_per_day, 1) if writes and writes.bytes_per_day else None)
 
 
-def _link(answer: Answer, prefill: float) -> Link:
+def _link(answer: Answer, prefill: float | None, shrinks: float | None) -> Link | None:
+    if prefill is None:
+        if shrinks is not None:
+            raise ConfigError("--shrinks needs --prefill.")
+        return None
     loaded, sent = prefill * answer.token_bytes * 8, prefill * answer.token_bytes_drive * DAY_S
-    return Link(prefill, round(loaded), round(sent))
+    coded = (None, None) if shrinks is None else (round(loaded / shrinks), round(sent / shrinks))
+    return Link(prefill, round(loaded), round(sent), shrinks, *coded)
 
 
 def _writes(text: str | None) -> Writes | None:
@@ -355,6 +367,11 @@ def _print(answer: Answer, model: ModelKv, console: Console) -> None:
         computed = f"{answer.link.prefill_tokens_per_s:,.0f} computed tokens/s"
         lines.add_row("Link", f"{answer.link.bits_per_s / 1e9:,.1f} Gb/s, for loads as fast as {computed}")
         lines.add_row("", f"{in_words(answer.link.sent_bytes_per_day)} a day, where all of that is sent")
+        if answer.link.coded_bits_per_s is not None and answer.link.coded_bytes_per_day is not None:
+            less = (
+                f"{answer.link.coded_bits_per_s / 1e9:,.1f} Gb/s and {in_words(answer.link.coded_bytes_per_day)} a day"
+            )
+            lines.add_row("", f"{less}, where remote_codec makes it {answer.link.shrinks:g} times shorter")
     console.print(lines)
     for note in answer.notes:
         console.print(f"  · {printable(note)}", soft_wrap=True, style="dim")

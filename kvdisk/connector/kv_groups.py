@@ -4,7 +4,7 @@ each process knows of their sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,13 @@ def payload_bytes(group: KVCacheGroupSpec) -> int:
     """Return the bytes of a block of a group, in the layers that the group names."""
     specs = layer_specs(group.kv_cache_spec, group.layer_names)
     return sum(spec.real_page_size_bytes for spec in specs.values())
+
+
+def element_bytes(groups: Iterable[KVCacheGroupSpec]) -> int:
+    """Return the bytes of an element of these groups' blocks; 1 where they have several sizes."""
+    specs = [spec for group in groups for spec in specs_of(group)]
+    sizes = {getattr(spec, "dtype", torch.uint8).itemsize for spec in specs}  # states have several types
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def keeps_states(group: KVCacheGroupSpec) -> bool:

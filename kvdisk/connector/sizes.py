@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec
 
 from kvdisk.assembly import unit_choice
 from kvdisk.connector.deployment import hosts_of, ranks_of_stage
-from kvdisk.connector.kv_groups import REACHES, has_drafter, keeps_states, payload_bytes, specs_of
+from kvdisk.connector.kv_groups import REACHES, element_bytes, has_drafter, keeps_states, payload_bytes, specs_of
 from kvdisk.connector.layout import UNQUANTISED, layers_differ
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import OWN_BLOCKS, Geometry, GroupGeometry, UnitChoice
@@ -91,6 +91,7 @@ def geometry_of(
                 chunk,
                 any(isinstance(spec, RSWASpec) for spec in specs_of(group)),
                 _state_tokens(kv_cache_config, block_tokens) if keeps_states(group) else None,
+                element_bytes=element_bytes([group]),
             )
         )
     hash_tokens = kv_cache_config.hash_block_size or min(group.block_tokens for group in groups)

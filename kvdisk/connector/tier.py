@@ -36,6 +36,7 @@ from kvdisk.connector.backpressure import WriteBackpressure, WriteLoad
 from kvdisk.connector.callers import offloading_being_built
 from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.connector.identity import fingerprint_of_rows
+from kvdisk.connector.kv_groups import element_bytes
 from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.model_weights import identity_of
@@ -211,7 +212,8 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             identity = Identity.certain(*fingerprint_of_rows(config, row_bytes, whose, name))
         else:
             identity = identity_of(lambda digest: fingerprint_of_rows(config, row_bytes, whose, name, digest))
-        kinds = [BlockKind(row_bytes, tokens) for tokens in self._chunk_tokens]
+        size = 1 if whose is None else element_bytes(whose[1].kv_cache_groups)
+        kinds = [BlockKind(row_bytes, tokens, element_bytes=size) for tokens in self._chunk_tokens]
         rows: Rows = np.asarray(view).view(np.uint8)
         try:
             return cast("TierStore", TierStore.open_for(self._config, identity, kinds, rows, self._start_mover))

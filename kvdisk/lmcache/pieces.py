@@ -27,9 +27,9 @@ from kvdisk.store import BlockKind, Rows
 
 LARGE_BYTES = 2 << 20
 SMALL_BYTES = 64 << 10
-KINDS = (BlockKind(LARGE_BYTES), BlockKind(SMALL_BYTES))
+KINDS = (BlockKind(LARGE_BYTES, element_bytes=2), BlockKind(SMALL_BYTES, element_bytes=2))
 """The sizes of pieces. Small ones begin with a thirtieth of the drive, and get more as they need
-it."""
+it. Objects of any type come later: elements are taken to be of 2 bytes, as most models' are."""
 _LARGE, _SMALL = 0, 1
 NAME_BYTES = 32
 """Bytes of an object's name, which the keys of its pieces begin with."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``Objects`` protocol: named objects of a store that hosts share, asked for in batches.
 
-One rank's shard of a block is one object: its slot as it is, header and payload, under a name that
-says which block and which rank it is of. The store evicts as it likes, and there is no index of it.
+One rank's shard of a block is one object: its slot, header and payload, under a name that says
+which block and which rank it is of; as it is, or coded, under a name that says so. The store evicts
+as it likes, and there is no index of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Result(IntEnum):
     """The object is there. After a GET the buffer has all its bytes."""
     ABSENT = 2
     BAD = 3
-    """The object is there, but is none of ours: it has another length, or lacks our seal."""
+    """The object is there, but is none of ours: it has another length, lacks our seal, or cannot be
+    decoded. Of a PUT or REPLACE: the buffer is not what was sealed (``RemoteObject.verify``)."""
     LATE = 4
     """No answer came in time."""
     REFUSED = 5
@@ -53,17 +55,26 @@ ANSWERS = frozenset({Result.OK, Result.ABSENT, Result.BAD})
 
 class RemoteObject(NamedTuple):
     """An object of a batch. ``buffer``: as long as the object, of one-byte items, writable for a
-    GET; empty for EXISTS."""
+    GET; empty for EXISTS.
+
+    For a store that codes: ``element_bytes``: of an element of what is put, 1 where that is not
+    known. ``verify``: says of a copy of the buffer whether it is what was sealed, before it is
+    coded; None: nobody asks. Any thread may call it, also after the batch has ended.
+    """
 
     name: str
     buffer: memoryview = memoryview(b"")
+    element_bytes: int = 1
+    verify: Callable[[memoryview], bool] | None = None
 
 
 class ObjectsOutcome(NamedTuple):
-    """A batch that has ended. ``results``: one for each of its objects, in order."""
+    """A batch that has ended. ``results``: one for each of its objects, in order. ``stored_bytes``:
+    of those that were written, or read well, as the store keeps them."""
 
     ticket: int
     results: tuple[Result, ...]
+    stored_bytes: int = 0
 
 
 class Objects(Protocol):

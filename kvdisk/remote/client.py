@@ -24,6 +24,7 @@ import numpy as np
 
 from kvdisk.config import BUCKETS, Config
 from kvdisk.errors import ConfigError, QuietLog, start_thread
+from kvdisk.remote import planes
 from kvdisk.remote.base import (
     ANSWERS,
     Bucket,
@@ -34,6 +35,7 @@ from kvdisk.remote.base import (
     Result,
     StoreBusy,
 )
+from kvdisk.remote.coding import Coding
 from kvdisk.remote.mooncake import MooncakeBucket
 from kvdisk.remote.obstore_bucket import ObstoreBucket
 
@@ -43,13 +45,17 @@ MOST_OBJECTS = 1 << 14
 """Objects under way at most, over all batches: a batch that would exceed it is refused."""
 SEAL_BYTES = 32
 LEAST_SECRET_BYTES = 32
+MOST_CODED_SHARE = 0.9375
+"""An object that coding does not make this much shorter is put as it is: reading it would take a
+processor's time, and save next to none of the link's."""
 _CLOSE_TIMEOUT_S = 5.0
 
 
 def open_remote(config: Config) -> BucketObjects:
     """Return the remote store; nothing has been asked of it yet. Raises ConfigError."""
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
-    return BucketObjects(_open_bucket(config), deadline_s=config.remote_deadline_s, key=key)
+    codec = None if config.remote_codec is None else planes.PlanesCodec()
+    return BucketObjects(_open_bucket(config), deadline_s=config.remote_deadline_s, key=key, codec=codec)
 
 
 def open_listed(config: Config) -> ObstoreBucket | None:
@@ -86,12 +92,25 @@ def seal_key(path: Path) -> bytes:
     return blake3(secret, derive_key_context="kvdisk remote_key_file 1").digest()
 
 
-def _ending_of(task: asyncio.Task[tuple[Result, str]]) -> tuple[Result, str]:
+class _Ending(NamedTuple):
+    """What came of an object. ``said``: by a failure. ``stored_bytes``: those of the object, where
+    it was written or read well."""
+
+    result: Result
+    said: str = ""
+    stored_bytes: int = 0
+
+
+_THERE = _Ending(Result.OK)
+_ABSENT = _Ending(Result.ABSENT)
+
+
+def _ending_of(task: asyncio.Task[_Ending]) -> _Ending:
     """Return what came of an object, also where the client's code panicked or cancelled itself."""
     if task.cancelled():
-        return Result.FAILED, "cancelled"
+        return _Ending(Result.FAILED, "cancelled")
     error = task.exception()
-    return task.result() if error is None else (Result.FAILED, f"{type(error).__name__}: {error}")
+    return task.result() if error is None else _Ending(Result.FAILED, f"{type(error).__name__}: {error}")
 
 
 class _Ended(NamedTuple):
@@ -101,6 +120,7 @@ class _Ended(NamedTuple):
     ticket: int
     results: tuple[Result, ...]
     said: str | None
+    stored_bytes: int = 0
 
 
 class BucketObjects:
@@ -109,6 +129,10 @@ class BucketObjects:
     ``deadline_s``: seconds after which a batch ends, whatever has answered. ``key``: 32 bytes; with
     it each object ends with a seal over its name and its bytes, which only those who have the key
     can make. Puts and reads pause separately: a store that is full can still be read.
+
+    ``codec``: codes what is put, where that makes it shorter, and what is put over another; without
+    it objects are put as they are. With it coded objects are looked for first, then those that are
+    not; without it the latter alone.
     """
 
     def __init__(
@@ -117,14 +141,16 @@ class BucketObjects:
         *,
         deadline_s: float,
         key: bytes | None = None,
+        codec: planes.PlanesCodec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
         self._deadline_s = deadline_s
         self._key = key
+        self._coding = None if codec is None else Coding(codec)
         self._log = QuietLog(clock, logger)
         self._reads, self._puts = Health(clock), Health(clock)
-        self._ways: dict[ObjectOp, Callable[[RemoteObject], Coroutine[Any, Any, Result]]] = {
+        self._ways: dict[ObjectOp, Callable[[RemoteObject], Coroutine[Any, Any, _Ending]]] = {
             ObjectOp.PUT: self._put,
             ObjectOp.REPLACE: partial(self._put, over=True),
             ObjectOp.GET: self._get,
@@ -183,7 +209,7 @@ class BucketObjects:
             if ended.said is not None and self._health(op).end(ended.ticket, answered=answered):
                 said = ended.said or f"no answer in {self._deadline_s:g} s"
                 self._log.warn(op.value, f"{self._bucket.name} is not used for a while, as a {op.value} failed: {said}")
-            outcomes.append(ObjectsOutcome(ended.ticket, ended.results))
+            outcomes.append(ObjectsOutcome(ended.ticket, ended.results, ended.stored_bytes))
         return outcomes
 
     def close(self) -> None:
@@ -206,6 +232,8 @@ class BucketObjects:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._bucket.close()
+        if self._coding is not None:
+            self._coding.close()
         self._loop.close()
 
     def _start(self, ticket: int, op: ObjectOp, batch: tuple[RemoteObject, ...]) -> None:
@@ -220,31 +248,41 @@ class BucketObjects:
         finally:
             for task in tasks:
                 task.cancel()  # it then goes no step further, and touches no buffer
-        ended = [(Result.LATE, "") if task in left else _ending_of(task) for task in tasks]
-        said = next((text for result, text in ended if result is Result.FAILED), "")
-        self._ended.put(_Ended(ticket, tuple(result for result, _ in ended), said))
+        endings = [_Ending(Result.LATE) if task in left else _ending_of(task) for task in tasks]
+        said = next((each.said for each in endings if each.result is Result.FAILED), "")
+        stored = sum(each.stored_bytes for each in endings)
+        self._ended.put(_Ended(ticket, tuple(each.result for each in endings), said, stored))
 
-    async def _do(self, op: ObjectOp, asked: RemoteObject) -> tuple[Result, str]:
-        """Return the result for one object, and the message of its failure ("" without one)."""
+    async def _do(self, op: ObjectOp, asked: RemoteObject) -> _Ending:
+        """Return what came of one object."""
         async with self._slots:
             try:
-                return await self._ways[op](asked), ""
+                return await self._ways[op](asked)
             except StoreBusy:
-                return Result.REFUSED, ""
+                return _Ending(Result.REFUSED)
             except Exception as error:  # whatever the client raises
-                return Result.FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                return _Ending(Result.FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
-    async def _exists(self, asked: RemoteObject) -> Result:
-        return Result.OK if await self._bucket.exists(asked.name) else Result.ABSENT
+    async def _exists(self, asked: RemoteObject) -> _Ending:
+        names = [asked.name] if self._coding is None else [asked.name + planes.SUFFIX, asked.name]
+        for name in names:
+            if await self._bucket.exists(name):
+                return _THERE
+        return _ABSENT
 
-    async def _get(self, asked: RemoteObject) -> Result:
-        found = await self._bucket.get(asked.name, self._stored_bytes(asked), partial(self._take, asked))
-        return Result.ABSENT if found is None else found
+    async def _get(self, asked: RemoteObject) -> _Ending:
+        if self._coding is not None:
+            coded = await self._get_coded(self._coding, asked)
+            if coded is not _ABSENT:
+                return coded
+        stored_bytes = self._sealed_bytes(len(asked.buffer))
+        found = await self._bucket.get(asked.name, stored_bytes, partial(self._take, asked))
+        return _ABSENT if found is None else _Ending(found, "", stored_bytes if found is Result.OK else 0)
 
     def _take(self, asked: RemoteObject, found: Any) -> Result:
         """Copy an object, and only then check its seal: others may write to this memory, and what
         was checked first might not be what is copied."""
-        if memoryview(found).nbytes != self._stored_bytes(asked):
+        if memoryview(found).nbytes != self._sealed_bytes(len(asked.buffer)):
             return Result.BAD
         body, seal = np.split(np.frombuffer(found, np.uint8), [len(asked.buffer)])
         np.copyto(np.frombuffer(asked.buffer, np.uint8), body)  # which lets other threads run
@@ -252,9 +290,68 @@ class BucketObjects:
             return Result.BAD
         return Result.OK
 
-    async def _put(self, asked: RemoteObject, *, over: bool = False) -> Result:
-        await self._bucket.put(asked.name, self._stored_bytes(asked), partial(self._fill, asked), over=over)
-        return Result.OK
+    async def _get_coded(self, coding: Coding, asked: RemoteObject) -> _Ending:
+        """Read the coded object, whose length is not known before, into memory of our own, and
+        decode it."""
+        name, byte_count = asked.name + planes.SUFFIX, len(asked.buffer)
+        most_bytes = planes.most_coded_bytes(byte_count)
+        taken: list[RemoteObject] = []
+
+        def take(found: Any) -> Result:
+            length = memoryview(found).nbytes - self._sealed_bytes(0)
+            if not 0 < length <= most_bytes:
+                return Result.BAD
+            taken.append(RemoteObject(name, np.empty(length, np.uint8).data))
+            return self._take(taken[0], found)
+
+        async with coding.room(most_bytes + byte_count):
+            found = await self._bucket.get(name, self._sealed_bytes(most_bytes), take)
+            if found is not Result.OK:
+                return _ABSENT if found is None else _Ending(found)
+            coded = taken.pop().buffer
+            decoded = await coding.decode(coded, byte_count)
+            if decoded is None:
+                return _Ending(Result.BAD)
+            np.copyto(np.frombuffer(asked.buffer, np.uint8), decoded)
+        return _Ending(Result.OK, "", self._sealed_bytes(len(coded)))
+
+    async def _put(self, asked: RemoteObject, *, over: bool = False) -> _Ending:
+        if self._coding is not None:
+            coded = await self._put_coded(self._coding, asked, over=over)
+            if coded is not None:
+                return coded
+        return await self._put_as_is(asked, over=over)
+
+    async def _put_as_is(self, asked: RemoteObject, *, over: bool) -> _Ending:
+        filled_bytes = 0
+
+        def fill(memory: Any) -> None:
+            nonlocal filled_bytes
+            self._fill(asked, memory)
+            filled_bytes = memoryview(memory).nbytes
+
+        await self._bucket.put(asked.name, self._sealed_bytes(len(asked.buffer)), fill, over=over)
+        return _Ending(Result.OK, "", filled_bytes)
+
+    async def _put_coded(self, coding: Coding, asked: RemoteObject, *, over: bool) -> _Ending | None:
+        """Put an object coded; return None where it would be hardly shorter, and goes as it is.
+
+        With ``over`` it is coded in any case: a bad object under the name that readers ask for
+        first would hide one under the other.
+        """
+        name = asked.name + planes.SUFFIX
+        if not over and await self._bucket.exists(name):
+            return _THERE
+        async with coding.room(len(asked.buffer) + planes.most_coded_bytes(len(asked.buffer))):
+            copy = np.frombuffer(asked.buffer, np.uint8).copy()
+            coded = await coding.encode(copy, asked.element_bytes, asked.verify)
+            if coded is None:
+                return _Ending(Result.BAD)
+            if not over and len(coded) > MOST_CODED_SHARE * len(copy):
+                return None
+            if not over and await self._bucket.exists(asked.name):
+                return _THERE
+            return await self._put_as_is(RemoteObject(name, memoryview(coded)), over=True)
 
     def _fill(self, asked: RemoteObject, memory: Any) -> None:
         body, seal = np.split(np.frombuffer(memory, np.uint8), [len(asked.buffer)])
@@ -262,8 +359,9 @@ class BucketObjects:
         if self._key:
             seal[:] = np.frombuffer(self._seal(asked), np.uint8)
 
-    def _stored_bytes(self, asked: RemoteObject) -> int:
-        return len(asked.buffer) + (SEAL_BYTES if self._key else 0)
+    def _sealed_bytes(self, byte_count: int) -> int:
+        """Return the length of an object with so many bytes before its seal, if it has one."""
+        return byte_count + (SEAL_BYTES if self._key else 0)
 
     def _seal(self, asked: RemoteObject) -> bytes:
         from blake3 import blake3

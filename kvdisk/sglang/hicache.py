@@ -136,7 +136,8 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         layout = layout_facts(self._storage, mem_pool_host, rows)
         identity = identity_of(layout, self._weights_name)
         is_shared = self._moves_rows and getattr(mem_pool_host, "fd", None) is not None
-        kinds = [BlockKind(rows.payload_bytes, max(1, rows.page_size // rows.parts))]
+        tokens = max(1, rows.page_size // rows.parts)
+        kinds = [BlockKind(rows.payload_bytes, tokens, element_bytes=rows.element_bytes)]
         mover = MoverProcess if is_shared else None
         store = BlockStore.open_for(self._config, identity, kinds, rows.memory, mover)
         self._store, self._rows = SharedStore(store, self._config.lookup_wait_s), rows

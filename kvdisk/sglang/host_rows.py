@@ -24,7 +24,8 @@ class PoolRows:
     values with MHA, one with MLA.
 
     ``memory``: all rows, over the pool's tensor, which this object keeps alive. ``parts``: rows of
-    a page. ``payload_bytes``: of a row. Raises ConfigError where the pool is laid out otherwise.
+    a page. ``payload_bytes``, ``element_bytes``: of a row, and of an element of it. Raises
+    ConfigError where the pool is laid out otherwise.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -34,6 +35,7 @@ class PoolRows:
         self._check(pool)
         pointers, sizes = pool.get_page_buffer_meta(torch.arange(self.page_size))
         self.parts, self.payload_bytes = len(pointers), int(sizes[0])
+        self.element_bytes: int = self._tensor.element_size()
         self._base = self._tensor.data_ptr()
         pool_bytes = self._tensor.numel() * self._tensor.element_size()
         page_bytes = self.page_size * int(pool.size_per_token)
@@ -82,7 +84,8 @@ class StagingRows:
     def __init__(self, pool: Any) -> None:
         page = pool.get_dummy_flat_data_page()
         self.page_size = int(pool.page_size)
-        self.payload_bytes = page.numel() * page.element_size()
+        self.element_bytes: int = page.element_size()
+        self.payload_bytes = page.numel() * self.element_bytes
         self.memory: Rows = np.zeros((2 * STAGING_PAGES, self.payload_bytes), np.uint8)
         self.putting, self.getting = threading.Lock(), threading.Lock()
 

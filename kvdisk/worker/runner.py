@@ -68,7 +68,7 @@ class Runner:
             resources.device, resources.direct, io_deadline_s=io_deadline_s, stats=self._stats, log=self._log
         )
         remote = resources.remote
-        self._remote_io = None if remote is None else RemoteIo(remote, self._headers, self._log)
+        self._remote_io = None if remote is None else RemoteIo(remote, self._headers, self._stats, self._log)
         self.copies = BlockCopies(resources, self._headers, self._log)
         self._host_work = HostWork(self._headers, resources.arenas, self._log, resources.checksum_threads)
         backends = (self._device_io, self._remote_io, self.copies, self._host_work)

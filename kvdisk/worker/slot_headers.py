@@ -7,6 +7,7 @@ Of slots in GPU memory only headers and sums are in host memory; payloads are no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvdisk.device.header import (
@@ -22,8 +23,8 @@ from kvdisk.device.header import (
 from kvdisk.errors import QuietLog
 from kvdisk.geometry import Geometry, Namespace
 from kvdisk.messages import Move, Reason
-from kvdisk.remote.base import object_name
-from kvdisk.worker.routes import Batch
+from kvdisk.remote.base import RemoteObject, object_name
+from kvdisk.worker.routes import Batch, Leg
 
 if TYPE_CHECKING:
     from kvdisk.worker.direct import Direct
@@ -86,6 +87,20 @@ class SlotHeaders:
         namespace = Namespace(self.fingerprint, job.epoch)
         return object_name(namespace, job.moves[position].key, self._part, self._geometry.shard_count)
 
+    def objects(self, batch: Batch) -> list[RemoteObject]:
+        """Return the remote store's objects that a batch reads or writes. One that is written from
+        memory was sealed long ago; what comes from a drive was verified on the way."""
+        written = batch.leg is Leg.WRITE and not batch.route.relays
+        return [
+            RemoteObject(
+                self.object_name(batch, position),
+                batch.memory.view(batch.size_class, slot),
+                self._geometry.groups[batch.group].element_bytes,
+                partial(_is_whole, identity) if written else None,
+            )
+            for position, slot, _, identity in self._each(batch)
+        ]
+
     def warn_of_object(self, log: QuietLog, batch: Batch, position: int, what: str) -> None:
         """Log that an object is not used, as something of it is wrong."""
         name = self.object_name(batch, position)
@@ -103,3 +118,7 @@ class SlotHeaders:
                 namespace, move.key, move.generation, payload_bytes, self._part, geometry.shard_count
             )
             yield position, slot, move, identity
+
+
+def _is_whole(identity: SlotIdentity, slot_view: memoryview) -> bool:
+    return check_slot(slot_view, identity) is None

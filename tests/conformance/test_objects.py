@@ -12,15 +12,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import obstore
 import psutil
 import pytest
 from obstore.store import from_url
+from support import objects_conformance
 from support.memory_objects import MemoryObjects
 from support.mooncake_store import MooncakeStore
-from support.objects_conformance import ObjectsCase, ObjectsConformance, make_bytes
+from support.objects_conformance import UNTOUCHED, ObjectsCase, ObjectsConformance, make_bytes
 from support.s3_server import S3Server
 from support.waits import WAIT_S, until
 
@@ -38,11 +41,17 @@ from kvdisk.remote.base import (
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
 from kvdisk.remote.mooncake import PACKAGE, ROOM_BYTES, ROOMS, MooncakeBucket
 from kvdisk.remote.obstore_bucket import ObstoreBucket
+from kvdisk.remote.planes import SUFFIX, PlanesCodec
 
 URL = "s3://kvdisk-tests/some/prefix"
 ROOT = Path(__file__).resolve().parents[2]
 PATIENT_S = 30.0
 """A deadline that a server that works never misses, however busy the machine is."""
+
+
+def shrinking(byte_count: int, seed: int) -> bytes:
+    """Return numbers near 0, a byte each, which depend on ``seed`` alone."""
+    return np.random.default_rng(seed).normal(0, 4, byte_count).astype(np.int8).tobytes()
 
 
 class TestMemory(ObjectsConformance):
@@ -62,6 +71,7 @@ class S3Case(ObjectsCase):
 
     server: S3Server
     key: bytes | None = None
+    codec: PlanesCodec | None = None
     deadline_s = PATIENT_S
 
     @pytest.fixture(autouse=True, scope="class")
@@ -76,7 +86,8 @@ class S3Case(ObjectsCase):
 
     def open(self, options: dict[str, str]) -> BucketObjects:
         bucket = ObstoreBucket(URL, options, deadline_s=self.deadline_s)
-        return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, clock=lambda: self.clock_s)
+        clock = lambda: self.clock_s  # noqa: E731
+        return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, codec=self.codec, clock=clock)
 
     def write(self, name: str, body: bytes) -> None:
         obstore.put(self.bucket, name, body)
@@ -97,6 +108,7 @@ class MooncakeCase(ObjectsCase):
 
     store: MooncakeStore
     key: bytes | None = None
+    codec: PlanesCodec | None = None
     deadline_s = PATIENT_S
     least_bytes = 1
 
@@ -111,7 +123,8 @@ class MooncakeCase(ObjectsCase):
 
     def open(self, url: str) -> BucketObjects:
         bucket = MooncakeBucket(url, {}, deadline_s=self.deadline_s)
-        return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, clock=lambda: self.clock_s)
+        clock = lambda: self.clock_s  # noqa: E731
+        return BucketObjects(bucket, deadline_s=self.deadline_s, key=self.key, codec=self.codec, clock=clock)
 
     def write(self, name: str, body: bytes) -> None:
         self.store.write(name, body)
@@ -155,6 +168,143 @@ class TestS3Sealed(SealedCase, TestS3):
 
 class TestMooncakeSealed(SealedCase, TestMooncake):
     pass
+
+
+class CodedCase(ObjectsCase):
+    """Tests of a store that codes, beside one that does not. The suite's own bodies shrink here,
+    unless they are a byte or two."""
+
+    read: Callable[[str], bytes]
+    """Returns what an object holds."""
+    seal_bytes = 0
+
+    @pytest.fixture(autouse=True)
+    def _like_kv(self, monkeypatch) -> None:
+        monkeypatch.setattr(objects_conformance, "make_bytes", shrinking)
+
+    def remove(self, name: str) -> None:
+        for each in filter(self.is_there, (name + SUFFIX, name)):
+            super().remove(each)
+
+    def is_there(self, name: str) -> bool:
+        with suppress(FileNotFoundError):
+            return bool(self.read(name))
+        return False
+
+    def test_what_has_another_length_is_bad_and_the_next_put_replaces_it(self) -> None:
+        """It leaves one alone that engines without the codec look for: who finds it bad has it
+        written over."""
+        body = shrinking(4096, 1)
+        for wrong in (body[: self.least_bytes], body[:-1], body + b"x", shrinking(1 << 20, 2)):
+            self.write(self.name(1), wrong)
+            assert self.get(1, 4096) == (Result.BAD, bytes([UNTOUCHED]) * 4096)
+            asked = RemoteObject(self.name(1), memoryview(body))
+            assert self.end(ObjectOp.REPLACE, asked) == (Result.OK,)
+            assert self.get(1, 4096) == (Result.OK, body)
+            self.remove(self.name(1))
+
+    def test_what_shrinks_is_shorter_there_and_has_a_name_of_its_own(self) -> None:
+        body = shrinking(1 << 16, 1)
+        (ended,) = self.outcomes(ObjectOp.PUT, RemoteObject(self.name(1), memoryview(body), 2))
+        there = self.read(self.name(1) + SUFFIX)
+        assert len(there) < 0.9 * len(body) and ended.stored_bytes == len(there)
+        assert not self.is_there(self.name(1))
+        buffer = bytearray(len(body))
+        (ended,) = self.outcomes(ObjectOp.GET, RemoteObject(self.name(1), memoryview(buffer)))
+        assert (ended.stored_bytes, buffer) == (len(there), body)
+
+    def test_what_does_not_shrink_is_put_as_it_is(self) -> None:
+        body = make_bytes(1 << 16, 1)
+        (ended,) = self.outcomes(ObjectOp.PUT, RemoteObject(self.name(1), memoryview(body), 2))
+        assert ended.stored_bytes == len(self.read(self.name(1))) == len(body) + self.seal_bytes
+        assert not self.is_there(self.name(1) + SUFFIX)
+        assert self.get(1, len(body)) == (Result.OK, body)
+
+    def test_an_object_as_it_is_is_found_and_not_put_again(self) -> None:
+        body = shrinking(1 << 16, 1)
+        plain = self.plain()
+        try:
+            plain.submit(ObjectOp.PUT, [RemoteObject(self.name(1), memoryview(body))])
+            assert plain.poll(WAIT_S)[0].results == (Result.OK,)
+            assert self.exists(1) == (Result.OK,)
+            assert self.get(1, len(body)) == (Result.OK, body)
+            (ended,) = self.outcomes(ObjectOp.PUT, RemoteObject(self.name(1), memoryview(body)))
+            assert (ended.results, ended.stored_bytes) == ((Result.OK,), 0)
+            assert not self.is_there(self.name(1) + SUFFIX)
+        finally:
+            plain.close()
+
+    def test_who_does_not_code_takes_no_coded_object(self) -> None:
+        body = shrinking(1 << 16, 1)
+        self.put(1, body)
+        plain = self.plain()
+        try:
+            buffer = bytearray([UNTOUCHED]) * len(body)
+            for op in (ObjectOp.EXISTS, ObjectOp.GET):
+                plain.submit(op, [RemoteObject(self.name(1), memoryview(buffer))])
+                assert plain.poll(WAIT_S)[0].results == (Result.ABSENT,)
+            assert set(buffer) == {UNTOUCHED}
+        finally:
+            plain.close()
+
+    def test_each_kind_under_the_name_of_the_other_is_bad(self) -> None:
+        body = shrinking(1 << 16, 1)
+        self.put(1, body)
+        coded = self.read(self.name(1) + SUFFIX)
+        self.write(self.name(2), coded)
+        self.write(self.name(3) + SUFFIX, body)
+        for number in (2, 3):
+            assert self.get(number, len(body)) == (Result.BAD, bytes([UNTOUCHED]) * len(body))
+
+    def test_a_bad_coded_object_is_written_over_whether_or_not_its_block_shrinks(self) -> None:
+        for number, body in enumerate((shrinking(1 << 16, 1), make_bytes(1 << 16, 1))):
+            for wrong in (b"x", body, bytes(1 << 20)):
+                self.write(self.name(number) + SUFFIX, wrong)
+                assert self.get(number, len(body)) == (Result.BAD, bytes([UNTOUCHED]) * len(body))
+                assert self.end(ObjectOp.REPLACE, RemoteObject(self.name(number), memoryview(body))) == (Result.OK,)
+                assert self.get(number, len(body)) == (Result.OK, body)
+
+    def test_what_is_not_what_was_sealed_is_not_put(self) -> None:
+        asked = []
+        body = shrinking(4096, 1)
+        for op in (ObjectOp.PUT, ObjectOp.REPLACE):
+            mine = RemoteObject(self.name(1), memoryview(body), 2, lambda seen: asked.append(bytes(seen)))
+            assert self.end(op, mine) == (Result.BAD,)
+            assert self.exists(1) == (Result.ABSENT,)
+        assert asked == [body, body]
+
+    def outcomes(self, op: ObjectOp, *batch: RemoteObject) -> list[ObjectsOutcome]:
+        self.objects.submit(op, batch)
+        return self.await_outcomes(1)
+
+    def plain(self) -> Objects:
+        """Open the same store for somebody who does not code."""
+        self.codec = None
+        return self.make_objects()
+
+
+class TestS3Coded(CodedCase, TestS3):
+    codec = PlanesCodec()
+
+
+class TestMooncakeCoded(CodedCase, TestMooncake):
+    codec = PlanesCodec()
+
+
+class TestS3CodedSealed(CodedCase, S3Case):
+    codec = PlanesCodec()
+    key = b"k" * 32
+    seal_bytes = 32
+
+    def test_what_somebody_without_the_key_coded_is_bad(self) -> None:
+        body = shrinking(4096, 1)
+        self.put(1, body)
+        there = self.read(self.name(1) + SUFFIX)
+        for wrong in (PlanesCodec().encode(np.frombuffer(body, np.uint8)), there[:-1] + bytes([there[-1] ^ 1])):
+            self.write(self.name(1) + SUFFIX, wrong)
+            assert self.get(1, 4096)[0] is Result.BAD
+        self.write(self.name(2) + SUFFIX, there)  # the bytes of one object under the name of another
+        assert self.get(2, 4096)[0] is Result.BAD
 
 
 class TestS3Failures(S3Case):

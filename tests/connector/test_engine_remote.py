@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import secrets
 
+import obstore
 import pytest
 from engine_child import EngineChild
+from obstore.store import from_url
 from test_model_kinds import KINDS
 from torture_rounds import BLOCK_TOKENS, HERE, random_prompt, tokens_of
+
+from kvdisk.remote.planes import SUFFIX
 
 PROMPTS = [random_prompt(seed, 340) for seed in (31, 32)]
 LIMITS = {"max_model_len": 1024, "num_gpu_blocks_override": 200}
@@ -31,12 +35,18 @@ def test_the_first_request_of_one_host_is_a_hit_from_another(tiny_llama, tmp_pat
         "remote_deadline_s": 60,
         "lookup_wait_s": 60,
         "remote_key_file": str(key),
+        "remote_codec": "zstd-planes",
     }
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=shared, **LIMITS) as engine:
         computed = tokens_of(engine.generate(PROMPTS, together=False))
         engine.drain()
         sent = engine.counters()["sent_blocks"]
         assert sent >= sum(len(prompt) // BLOCK_TOKENS for prompt in PROMPTS)
+        bucket = from_url(shared["remote"], config=s3_server.options, client_options={"allow_http": True})
+        there = [meta for page in obstore.list(bucket) for meta in page]
+        assert len(there) == sent and all(meta["path"].endswith(SUFFIX) for meta in there)
+        assert obstore.get(bucket, there[0]["path"]).bytes().to_bytes()[8] == 4, "planes, as the KV is float32"
+        assert engine.counters()["remote_written_bytes"] == sum(meta["size"] for meta in there)
     store = {"store_dirs": str(tmp_path / "another host"), "nvme_bytes": "256MiB", "device": "posix"}
     with EngineChild(tiny_llama, tmp_path / "log", extra_config=shared | store, **LIMITS) as engine:
         found = engine.generate(PROMPTS, together=False)

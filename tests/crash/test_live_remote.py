@@ -18,7 +18,9 @@ from support.waits import until
 
 from kvdisk.cli.remote import check_object
 from kvdisk.remote import base
+from kvdisk.remote.planes import SUFFIX
 
+CODEC = "zstd-planes"
 PROMPTS = [f"{letter * 9}{text}" for letter in "abc" for text in ("first and last tokens", "second, of another kind")]
 
 
@@ -72,6 +74,32 @@ def test_what_one_host_computed_another_finds_at_its_first_request(start, window
     assert not two.manager.stats["remote_rejects"]
 
 
+def test_engines_with_the_codec_and_without_it_share_a_bucket(start, s3_server, url) -> None:
+    """One that codes finds both kinds; one that does not takes the coded for a miss, and sends its
+    own, which the first does not send again."""
+    model = LiveModel()
+    start(model, remote_codec=CODEC).serve(PROMPTS[:3])
+    plain = start(model)
+    plain.serve(PROMPTS[:3])
+    assert has_loaded(plain) == 0 and not plain.manager.stats["remote_rejects"]
+    plain.serve(PROMPTS)
+    bucket = from_url(url, config=s3_server.options, client_options={"allow_http": True})
+    sizes = {meta["path"]: meta["size"] for page in obstore.list(bucket) for meta in page}
+    coded = {name.removesuffix(SUFFIX) for name in sizes if name.endswith(SUFFIX)}
+    assert coded and coded < {name for name in sizes if not name.endswith(SUFFIX)}
+    assert all(sizes[name + SUFFIX] < sizes[name] for name in coded)
+    two = start(model, remote_codec=CODEC)
+    two.serve(PROMPTS)
+    assert has_loaded(two) > 20
+    for name in ("failed_loads", "failed_promotions", "remote_rejects", "failed_stores"):
+        assert not two.manager.stats[name], name
+    names = {meta["path"] for page in obstore.list(bucket) for meta in page}
+    assert {name for name in names if name.endswith(SUFFIX)} == {name + SUFFIX for name in coded}
+    another = start(model)
+    another.serve(PROMPTS)
+    assert has_loaded(another) > 20 and not another.manager.stats["remote_rejects"]
+
+
 def test_where_one_rank_has_lost_its_part_the_block_is_computed(start, s3_server, url) -> None:
     model = LiveModel()
     assert model.ranks > 1
@@ -120,11 +148,11 @@ def test_after_new_weights_nothing_is_asked_or_sent(start) -> None:
         assert two.manager.stats[name] == before.get(name, 0), name
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_foreign_bytes_are_never_served(start, s3_server, url, tmp_path, sealed: bool) -> None:
+@pytest.mark.parametrize(("sealed", "codec"), [(False, None), (True, None), (False, CODEC), (True, CODEC)])
+def test_foreign_bytes_are_never_served(start, s3_server, url, tmp_path, sealed: bool, codec: str | None) -> None:
     key = tmp_path / "key"
     key.write_bytes(secrets.token_bytes(32))
-    config = {"remote_key_file": str(key)} if sealed else {}
+    config = {"remote_codec": codec} | ({"remote_key_file": str(key)} if sealed else {})
     model = LiveModel()
     start(model, **config).serve(PROMPTS)
     bucket = from_url(url, config=s3_server.options, client_options={"allow_http": True})

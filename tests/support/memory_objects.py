@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Objects`` in this process: the reference, and the store of tests."""
+"""``Objects`` in this process: the reference, and the store of tests; and a bucket for the real
+client."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result
 
@@ -54,3 +56,35 @@ class MemoryObjects:
         elif op is ObjectOp.GET:
             return Result.ABSENT if found is None else Result.BAD
         return Result.OK
+
+
+class MemoryBucket:
+    """``Bucket`` in this process. ``contents``: the objects, by name; others may share it."""
+
+    name = "memory"
+    parallel = 64
+    hint_life_s = 60.0
+
+    def __init__(self, contents: dict[str, bytes] | None = None) -> None:
+        self.contents = {} if contents is None else contents
+
+    async def exists(self, name: str) -> bool:
+        """See ``Bucket.exists``."""
+        return name in self.contents
+
+    async def get(self, name: str, most_bytes: int, take: Callable[[Any], Result]) -> Result | None:
+        """See ``Bucket.get``."""
+        found = self.contents.get(name)
+        if found is None:
+            return None
+        return take(found if len(found) <= most_bytes else b"")
+
+    async def put(self, name: str, byte_count: int, fill: Callable[[Any], None], *, over: bool = False) -> None:
+        """See ``Bucket.put``."""
+        if over or len(self.contents.get(name, b"")) != byte_count:
+            body = bytearray(byte_count)
+            fill(body)
+            self.contents[name] = bytes(body)
+
+    def close(self) -> None:
+        """See ``Bucket.close``."""

@@ -92,6 +92,7 @@ class Rank:
         remote: Objects | None = None,
         on_gpu: bool = False,
         checksum_threads: int = 0,
+        geometry: Geometry = GEOMETRY,
     ) -> None:
         sizes = GEOMETRY.slot_sizes
         generator = torch.Generator().manual_seed(100)
@@ -113,7 +114,7 @@ class Rank:
             self.direct = Direct(GpuStaging(sizes, [staging_slots] * classes, CpuLanes()), every, every)
         groups = [LayerBlocks(layers) for layers in self.layers]
         resources = Resources(
-            GEOMETRY,
+            geometry,
             0,
             {} if self.arena is None else {Tier.CPU: self.arena},
             self.staging,

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 from cli_stores import PLAIN, json_of, refused, run, run_here
@@ -31,6 +32,7 @@ from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result, object_name
 from kvdisk.remote.client import open_remote
 from kvdisk.remote.obstore_bucket import Listed, why_failed
+from kvdisk.remote.planes import SUFFIX, PlanesCodec
 
 PAYLOAD_BYTES = 5000
 SLOT_BYTES = HEADER_BYTES + 8192
@@ -276,6 +278,36 @@ def test_each_object_that_is_wrong_is_named(there):
     done = run_here("verify", "--remote", there.file())
     assert done.exit_code == 1 and "5 objects wrong" in done.stdout
     assert f"it is that of {slot_of(3)[0]}: {slot_of(2)[0]}" in done.stdout
+
+
+def test_coded_objects_are_counted_decoded_and_checked(there, monkeypatch):
+    there.fill(there.config(remote_codec="zstd-planes"))
+    there.fill(there.config(), OTHER, 4)
+    coded = [name for name in there.names if name.endswith(SUFFIX)]
+    assert len(coded) == OBJECTS
+    first, second = sorted(json_of("inspect", "--remote", there.file())["namespaces"], key=lambda one: -one["objects"])
+    assert first["coded_objects"] == OBJECTS and first["coded_bytes"] == first["bytes"] < OBJECTS * SLOT_BYTES / 2
+    assert (second["coded_objects"], second["coded_bytes"], second["bytes"]) == (0, 0, 4 * SLOT_BYTES)
+    assert "Coded" in run_here("inspect", "--remote", there.file()).stdout
+    found = json_of("verify", "--remote", there.file())
+    assert (found["objects"], found["ok"]) == (OBJECTS + 4, True)
+    assert (
+        found["decoded_bytes"] == (OBJECTS + 4) * SLOT_BYTES > found["read_bytes"] == first["bytes"] + second["bytes"]
+    )
+    first_name, other = slot_of(0)
+    coded.remove(first_name + SUFFIX)
+    bodies = [bytes(obstore.get(there.bucket, name).bytes()) for name in coded[:2]]
+    wrong = dict(zip(coded, [bodies[1], bodies[0][:-1], b"", bytes(SLOT_BYTES)], strict=False))
+    other[HEADER_BYTES + 9] ^= 1
+    wrong[first_name + SUFFIX] = PlanesCodec().encode(np.frombuffer(other, np.uint8))
+    for name, body in wrong.items():
+        obstore.put(there.bucket, name, body)
+    found = json_of("verify", "--remote", there.file(), code=1)
+    assert {one["name"] for one in found["wrong"]} == set(wrong)
+    assert {one["check"] for one in found["wrong"]} == {"code", "header", "checksum"}
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    found = json_of("verify", "--remote", there.file(), code=1)
+    assert not found["wrong"] and {one["what"] for one in found["unread"]} == {"it is coded: install zstandard"}
 
 
 def test_the_settings_of_a_tier_name_a_remote_store_too(there, tmp_path):

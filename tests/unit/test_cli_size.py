@@ -126,7 +126,7 @@ def test_the_report_and_its_json(tmp_path):
     arguments = ["--model", written(tmp_path / "model", LLAMA), "--tp", "4", "--nvme", "1TiB", "--cpu", "64GiB"]
     arguments += ["--write-rate", "2TB", "--drive-endurance", "1.2PBW"]
     found = run_json("size", *arguments, without=("torch", "vllm", "transformers"))
-    wanted = {"json_version": 2, "pipeline": [32], "tensor_parallel": 4, "block_tokens": 16, "context_tokens": 32768}
+    wanted = {"json_version": 3, "pipeline": [32], "tensor_parallel": 4, "block_tokens": 16, "context_tokens": 32768}
     wanted |= {"token_bytes": 131072, "token_bytes_rank": 32768, "token_bytes_drive": 131072}
     wanted["writes"] = {"bytes_per_day": 2 * 10**12, "measured_s": None, "at_least": False}
     assert found == found | wanted | {"endurance": {"bytes": 12 * 10**14, "days": 600.0}}
@@ -188,7 +188,14 @@ def test_the_link_carries_what_is_computed(tmp_path):
     found = json_of("size", "--model", model, "--prefill", "4000")
     assert found["link"] == {
         "prefill_tokens_per_s": 4000.0, "bits_per_s": 8 * 4000 * token, "sent_bytes_per_day": 86400 * 4000 * token,
+        "shrinks": None, "coded_bits_per_s": None, "coded_bytes_per_day": None,
     }  # fmt: skip
+    coded = json_of("size", "--model", model, "--prefill", "4000", "--shrinks", "1.25")["link"]
+    assert coded["coded_bits_per_s"] * 1.25 == coded["bits_per_s"] == found["link"]["bits_per_s"]
+    assert coded["coded_bytes_per_day"] * 1.25 == coded["sent_bytes_per_day"]
+    shown = run_here("size", "--model", model, "--prefill", "4000", "--shrinks", "1.25").stdout
+    assert "3.4 Gb/s and 33.0 TiB a day, where remote_codec makes it 1.25 times shorter" in " ".join(shown.split())
+    assert "--shrinks needs --prefill" in refused("size", "--model", model, "--shrinks", "1.25")
     shown = run_here("size", "--model", model, "--prefill", "4000").stdout
     assert "4.2 Gb/s, for loads as fast as 4,000 computed tokens/s" in " ".join(shown.split())
     assert "41.2 TiB a day" in shown

@@ -71,6 +71,8 @@ def test_wrong_sizes(wrong):
         ({"remote_read_only": True}, "remote_read_only needs remote"),
         ({"remote_options": {"aws_region": "x"}}, "remote_options needs remote"),
         ({"remote_key_file": "/key"}, "remote_key_file needs remote"),
+        ({"remote_codec": "zstd-planes"}, "remote_codec needs remote"),
+        (REMOTE | {"remote_codec": "gzip"}, "one of 'zstd-planes', not 'gzip'"),
         (REMOTE | {"remote_options": {"aws_region": 1}}, "text by name"),
         (REMOTE | {"remote_options": "aws_region"}, "text by name"),
         (REMOTE | {"remote_admission": "learned"}, "'all' or 'reuse\\(n\\)'"),

@@ -107,6 +107,7 @@ ELSEWHERE = {
     "make_docs": "test_docs.py",
     "make_traces": "unit/test_make_traces.py",
     "measure_all": "unit/test_figures.py",
+    "measure_codec": "unit/test_measure_codec.py",
     "measure_offloading": "unit/test_measures.py",
     "measure_units": "unit/test_measures.py",
     "mutate": "unit/test_mutate.py",

@@ -23,6 +23,8 @@ LEFT_OUT = {
     "share_evicted_blocks": "only with salt_share: refused_blocks and evicted_unwritten show who is held back",
     "moved_segments": "evicted_blocks shows what it costs",
     "remote_paused": "remote_questions stop rising",
+    "remote_read_bytes": "transfer_bytes says what blocks have; only with remote_codec is it another number",
+    "remote_written_bytes": "the same",
     "lost_events": "of interest to those who listen to events only",
 }
 SUFFIXES = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}

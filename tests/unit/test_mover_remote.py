@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from ranks import FINGERPRINT, GROUPS, Rank, keeping, move
-from support.memory_objects import MemoryObjects
+from ranks import FINGERPRINT, GEOMETRY, GROUPS, Rank, keeping, move
+from support.memory_objects import MemoryBucket, MemoryObjects
+from support.waits import WAIT_S, until
 
 from kvdisk.blocks import BY_KEY_OVER, Tier
 from kvdisk.device.header import read_header
 from kvdisk.geometry import HEADER_BYTES, Namespace, slot_offset
 from kvdisk.messages import JobKind, Move, Plan, Reason
 from kvdisk.remote.base import ObjectsOutcome, Result, object_name
+from kvdisk.remote.client import BucketObjects
+from kvdisk.remote.planes import SUFFIX, PlanesCodec
 
 BLOCKS = [5, 1, 2, 40, 17]
 GROUP_OF = [0, 1, 0, 0, 1]
@@ -315,3 +320,91 @@ def test_what_the_remote_store_has_goes_to_a_drive_without_vllms_blocks(rank, st
     stored = [move(b, g, b, nvme=b, generation=99) for b, g in zip(BLOCKS, GROUP_OF, strict=True)]
     assert rank.do(JobKind.LOAD, stored) == {} and payloads(rank) == before
     assert set(rank.do(JobKind.PROMOTE, fetched).values()) == {Reason.ABSENT}
+
+
+# -- coded -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def coded() -> Iterator[tuple[Rank, MemoryBucket]]:
+    """A rank whose blocks shrink, and the bucket that its client codes for."""
+    bucket = MemoryBucket()
+    made = Rank(remote=BucketObjects(bucket, deadline_s=WAIT_S, codec=PlanesCodec()))
+    for layers in made.layers:
+        for layer in layers:
+            layer.bitwise_and_(7)
+    made.run()
+    yield made, bucket
+    made.close()
+
+
+def settled(rank: Rank, kind: JobKind, moves: list[Move]) -> dict[int, Reason]:
+    job = rank.submit(kind, moves)
+    until(lambda: job in rank.run(), "the job to end")
+    return {at: Reason(reason) for at, reason in rank.results[job].failed.items()}
+
+
+def sent(rank: Rank) -> list[bytes]:
+    """Send the blocks; return what they hold, and the GPU no more."""
+    pairs = list(zip(BLOCKS, GROUP_OF, strict=True))
+    before = [rank.payload(group, block) for block, group in pairs]
+    stored = [move(b, g, b, rank.cpu(g, at)) for at, (b, g) in enumerate(pairs)]
+    assert settled(rank, JobKind.STORE, stored) == {}
+    moves = [move(b, g, cpu=rank.cpu(g, at), remote=True) for at, (b, g) in enumerate(pairs)]
+    assert settled(rank, JobKind.DEMOTE, moves) == {}
+    rank.erase()
+    return before
+
+
+def test_a_coded_slot_comes_back_as_it_was_and_both_sizes_are_counted(coded):
+    rank, bucket = coded
+    before = sent(rank)
+    there = {name_of(b, g) + SUFFIX for b, g in zip(BLOCKS, GROUP_OF, strict=True)}
+    assert set(bucket.contents) == there
+    assert settled(rank, JobKind.LOAD, loads(generation=99)) == {}
+    assert payloads(rank) == before
+    stored = sum(map(len, bucket.contents.values()))
+    assert rank.stats["remote_written_bytes"] == rank.stats["remote_read_bytes"] == stored
+    whole = sum(GROUPS[group].slot_bytes for group in GROUP_OF)
+    for route in ("cpu_to_remote", "remote_to_cpu"):
+        assert rank.stats.sum_of(f"transfer_bytes.{route}") == whole > 1.5 * stored
+
+
+def test_no_bit_that_flips_in_a_coded_object_reaches_the_gpu(coded):
+    rank, bucket = coded
+    before = sent(rank)
+    good = dict(bucket.contents)
+    seen = set()
+    for seed in range(40):
+        for number, (name, body) in enumerate(good.items()):
+            bit = random.Random(100 * seed + number).randrange(8 * len(body))
+            bucket.contents[name] = body[: bit // 8] + bytes([body[bit // 8] ^ 1 << bit % 8]) + body[bit // 8 + 1 :]
+        rank.erase()
+        failed = settled(rank, JobKind.LOAD, loads())
+        seen |= {*failed.values(), *([None] if len(failed) < len(BLOCKS) else [])}
+        for at, (found, wanted) in enumerate(zip(payloads(rank), before, strict=True)):
+            assert at in failed or found == wanted
+    assert {Reason.HEADER, Reason.CHECKSUM} <= seen <= {Reason.HEADER, Reason.CHECKSUM, None}
+
+
+def test_what_has_changed_in_memory_is_not_sent(coded):
+    rank, bucket = coded
+    pairs = list(zip(BLOCKS, GROUP_OF, strict=True))
+    settled(rank, JobKind.STORE, [move(b, g, b, rank.cpu(g, at)) for at, (b, g) in enumerate(pairs)])
+    rank.arena.view(rank.classes[GROUP_OF[1]], 1)[HEADER_BYTES + 3] ^= 1
+    moves = [move(b, g, cpu=rank.cpu(g, at), remote=True) for at, (b, g) in enumerate(pairs)]
+    assert settled(rank, JobKind.DEMOTE, moves) == {1: Reason.CHECKSUM}
+    assert len(bucket.contents) == len(BLOCKS) - 1
+
+
+def test_elements_of_a_group_are_split_by_its_layout():
+    wide = replace(GEOMETRY, groups=tuple(replace(group, element_bytes=2) for group in GROUPS))
+    bucket = MemoryBucket()
+    rank = Rank(remote=BucketObjects(bucket, deadline_s=WAIT_S, codec=PlanesCodec()), geometry=wide)
+    for layers in rank.layers:
+        for layer in layers:
+            layer.bitwise_and_(7)
+    rank.run()
+    sent(rank)
+    assert {body[8] for body in bucket.contents.values()} == {2}
+    rank.close()
