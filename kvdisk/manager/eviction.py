@@ -346,7 +346,7 @@ class LearnedPolicy(EvictionPolicy):
 
     def worth(self, number: int, last: int) -> float:
         """Return what the history says that a copy brings."""
-        return self._history.rate(number, self._history.now - last)
+        return self._history.rate(number, max(0, self._history.came - last))
 
 
 class TailFirst:

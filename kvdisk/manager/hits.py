@@ -160,7 +160,7 @@ class HitCounts:
 
         Looks at one block, or of a window at its few: whatever the length of the prompt.
         """
-        began_s, began = self._began = self._began or (asked.now, self._history.now)
+        began_s, began = self._began = self._began or (asked.now, self._history.came)
         key, presence, is_own = self._first_missing(request, asked.start_tokens, hit_end_tokens)
         if presence == WRITING:
             return Miss.WRITING, None
@@ -172,7 +172,7 @@ class HitCounts:
         if uses <= is_own:
             return Miss.NEVER_SEEN, None
         # The history's clock is what requests came to: at its mean pace since the start.
-        count = self._history.now - began
+        count = self._history.came - began
         ago_s = None if is_own or age >= count else age * (asked.now - began_s) / count
         if self._config.max_age_s is not None and self._is_too_old(key):
             return Miss.EXPIRED, ago_s

@@ -3,7 +3,8 @@
 them. Scheduler thread only.
 
 Eviction and admission of all tiers go by it (decision 31). Time is counted in blocks that requests
-came to; it passes between requests, not within one. What is learnt is weighed: a prompt by the root
+came to; it passes between requests, not within one: an age goes up to the last time at which a
+request came. What is learnt is weighed: a prompt by the root
 of its length, so that neither a few long ones decide, nor many short ones.
 """
 
@@ -81,12 +82,13 @@ _Floats = NDArray[np.float64]
 
 
 class Visit(NamedTuple):
-    """A request came to its prompt. ``before``, ``now``: the history's time as the visit begins
-    and ends, for all of its blocks. ``weight``: of each block. ``most``: uses
-    that they have then at most."""
+    """A request came to its blocks of a group. ``before``: the history's time as the request came.
+    ``now``: the time of the visit, for all of its blocks. ``blocks``: how many it has. ``weight``:
+    of each of them. ``most``: uses that they have then at most."""
 
     before: int
     now: int
+    blocks: int
     weight: float
     most: int = USES
 
@@ -112,6 +114,8 @@ class ReuseHistory:
     def __init__(self, state_groups: Collection[int] = ()) -> None:
         self.state_groups = state_groups
         self.now = 0
+        self.came = 0
+        """``now`` as the last request came: the age of anything is counted up to it."""
         self._places = bounds.LEAST_PLACES
         self._evidence_blocks = _EVIDENCE_CAP * bounds.LEAST_PLACES / 8
         self.clear()
@@ -150,11 +154,14 @@ class ReuseHistory:
 
     # -- keys ----------------------------------------------------------------------------------
 
-    def begin(self, start: int, stop: int, *, is_prompt: bool = True) -> Visit:
+    def begin(self, start: int, stop: int, *, is_prompt: bool = True, before: int | None = None) -> Visit:
         """A request comes to these blocks of its prompt, all of them at once, that are counted in
-        one or more parts: how old each was does not depend on how long the prompt is."""
-        visit = Visit(self.now, self.now + stop - start, max(1, stop) ** -0.5)
-        self.now = visit.now
+        one or more parts: how old a block is, of the prompt or another, does not depend on how long
+        the prompt is. ``before``: that of the request's first visit; None: this is the first."""
+        before = self.now if before is None else before
+        self.came = max(self.came, before)
+        self.now += stop - start
+        visit = Visit(before, self.now, stop - start, max(1, stop) ** -0.5)
         if not start and is_prompt:
             self._prompt_blocks += (stop - self._prompt_blocks) / 64
         return visit
@@ -164,8 +171,8 @@ class ReuseHistory:
         be counted as its next part."""
         self.now += count
         self._prompt_blocks += count / 64
-        so_far = visit.now - visit.before + count
-        return Visit(visit.before, visit.before + so_far, so_far**-0.5)
+        so_far = visit.blocks + count
+        return Visit(visit.before, visit.now + count, so_far, so_far**-0.5)
 
     def origin_behind(self, key: BlockKey) -> int:
         """Return the origin of a new block that follows this one, and comes with another visit."""
@@ -190,7 +197,7 @@ class ReuseHistory:
         least, origin, new, again = counted
         for number, (came, came_again) in enumerate(zip(new, again, strict=True)):
             if came or came_again:
-                part = (stop - start) / (visit.now - visit.before)
+                part = (stop - start) / visit.blocks
                 self._scan_score[number] = self._scan_score_of(number, came, came_again, part)
         self._raise(keys, start, least)
         if self.now >= self._learns_at:
@@ -458,7 +465,7 @@ class ReuseHistory:
         if not is_known:
             return 0, 0, min(self.now, _BITS)
         mark = self._marks[place]
-        return mark // _ORIGINS, _CLASS_OF[mark], self.now - self._times[place] & _BITS
+        return mark // _ORIGINS, _CLASS_OF[mark], max(0, (self.now - self._times[place] & _BITS) - self.now + self.came)
 
     def restore(self, keys: Sequence[BlockKey], order: NDArray[np.intp], uses: NDArray[np.uint32]) -> NDArray[np.uint8]:
         """Remember keys of before a restart, as far as there are places; return the class of each.
@@ -480,7 +487,7 @@ class ReuseHistory:
             tags[places[able]], times[places[able]] = upper[able], able + np.uint64(self.now + 1)
             np.frombuffer(self._marks, np.uint16)[places[able]] = marks[able]
             left = left[tags[places[left]] != upper[left]]
-        self._restored = self.now = self.now + len(keys)
+        self._restored = self.now = self.came = self.now + len(keys)
         classes: NDArray[np.uint8] = np.array(_CLASS_OF, np.uint8)[marks]
         return classes
 

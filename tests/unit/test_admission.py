@@ -13,7 +13,7 @@ from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused,
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import NEW_STATE, ReuseHistory
-from kvdisk.manager.step_work import StepWork
+from kvdisk.manager.step_work import Kind, StepWork
 
 PROMPT = "aabbccx"
 KEYS = keys_of(PROMPT)
@@ -77,6 +77,33 @@ def test_of_a_prompts_states_a_request_wants_the_last_that_was_left():
     assert come("aabbcczz") == [ends[1]]
     assert [history.known(key)[0] for key in ends] == [0, 3, 0, 2, 0, 1]
     assert history.known(ends[5])[1] == NEW_STATE
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_no_group_of_a_prompt_ages_what_lies_beside_it(by_key):
+    """Nor do its states: they all come at once."""
+    kv, window = GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)
+    geometry = Geometry((kv, window, GroupGeometry(2, 2, 4096, 2, state_tokens=2)), 1, 2)
+    history, work = ReuseHistory({2}), StepWork()
+    demand = Demand(history, (), work)
+
+    def come(prompt):
+        state = RequestState(prompt, [prompt[:end].encode() for end in range(1, len(prompt) + 1)], 99, geometry)
+        state.update_keys()
+        if by_key:
+            demand.reach_keys(prompt, state.keys, lambda keys: None)
+            work.finish(Kind.DEMAND)
+        else:
+            for group in range(3):
+                demand.reach(state, group, len(prompt))
+            demand.leave_state(state, state.keys[2][-1])
+        return [*state.keys[0], *state.keys[1]]
+
+    beside, left = come("beside"), 0 if by_key else 1
+    come("first")  # of what came with them, only what came behind them makes them older
+    assert {history.known(key)[2] for key in beside} == {left, 6 + left}
+    come("other")
+    assert {history.known(key)[2] for key in beside} == {10 + 2 * left, 16 + 2 * left}
 
 
 def test_with_states_kv_is_worth_what_a_new_state_is():

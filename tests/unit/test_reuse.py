@@ -16,6 +16,7 @@ from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmitLearned
 from kvdisk.manager.catalog import key_hash
+from kvdisk.manager.eviction import make_eviction
 from kvdisk.manager.reuse import _ORIGINS, CLASSES, USES, ReuseHistory
 
 
@@ -175,7 +176,43 @@ def test_how_old_a_block_is_does_not_depend_on_how_long_its_prompt_is():
     come(history, keys)
     assert {history.known(key)[2] for key in keys} == {0}
     come(history, [key_of(1000), key_of(1001)])
+    come(history, [key_of(1002)])
     assert {history.known(key)[2] for key in keys} == {2}
+
+
+def test_a_prompt_does_not_age_what_lies_beside_it():
+    """What was used just before a long prompt is no older than that prompt, which came then."""
+    history, beside = ReuseHistory(), [key_of(number) for number in range(3)]
+    policy = make_eviction("learned", beside, history)
+    come(history, beside)
+    policy.insert(range(3))
+    fresh = policy.worth_of(2)
+    come(history, long_prompt(500, 1))
+    assert {history.known(key)[2] for key in beside} == {0} and policy.worth_of(2) == fresh
+    come(history, [key_of(10)])
+    assert {history.known(key)[2] for key in beside} == {500} and policy.worth_of(2) < fresh
+
+
+def test_of_requests_at_once_an_age_is_the_one_that_is_learnt():
+    """Their prompts are counted in turns. Whoever comes then finds blocks as old as they were taken
+    to be: by those that came before."""
+    history, beside = ReuseHistory(), [key_of(number) for number in range(3)]
+    come(history, beside)
+    prompts = [long_prompt(100, seed) for seed in range(3)]
+    visits, origins = [history.begin(0, 100) for _ in prompts], [0] * 3
+    for start in range(0, 100, 25):
+        for at, prompt in enumerate(prompts):
+            origins[at] = history.count(prompt, start, start + 25, origins[at], visits[at])
+            assert {history.known(key)[2] for key in beside} == {200}
+    assert {history.known(key)[2] for prompt in prompts for key in prompt} == {0, 100}
+    visit = history.begin(0, 1)
+    ages = [history.known(key)[2] for key in (beside[0], prompts[0][0], prompts[2][0])]
+    assert ages == [300, 200, 0]
+    for age, key in zip(ages, (beside[0], prompts[0][0], prompts[2][0]), strict=True):
+        before = list(history._reused)
+        history.count([key], 0, 1, 0, visit)
+        (number,) = np.flatnonzero(np.array(history._reused) - before)
+        assert number % 33 == age.bit_length()
 
 
 def test_what_the_next_request_wants_is_kept_for_as_long_as_that_one_comes():
@@ -200,7 +237,7 @@ def learnt() -> ReuseHistory:
 
 def test_what_comes_back_is_worth_more_than_what_does_not(learnt):
     (_, warm, age), (_, cold, _) = (learnt.known(key_of(number)) for number in (100, 10**6 + 19_000))
-    assert age == 199
+    assert age == 198, "how many there were before the last"
     rate = learnt.rate(cold, 100)
     assert learnt.rate(warm, age) > 20 * rate
     assert learnt.gain(warm, 1, rate) > 0.5 and learnt.gain(cold, 1, learnt.rate(warm, age)) < AdmitLearned.LEAST_GAIN
