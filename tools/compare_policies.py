@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the default policies with others on families of traces, at rooms of 1 to 50 %.
+"""Compares the default policies with others on families of traces, at rooms of 2 to 50 %.
 
     python tools/compare_policies.py mooncake_conversation_trace.jsonl ...
 
@@ -32,7 +32,7 @@ from kvdisk.cli.replay.tiers import Capacity, Setting, make_geometry, parse_capa
 from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.config import Config
 
-ROOMS = ("1%", "5%", "10%", "25%")
+ROOMS = ("2%", "5%", "10%", "25%")
 FULL_LENGTH_ROOMS = ("5%", "10%", "25%", "50%")
 """With blocks of 16 tokens, where a prompt has thousands: of what is distinct, a hundredth would be
 less than one prompt."""
