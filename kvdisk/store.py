@@ -369,7 +369,8 @@ class BlockStore(BlockStoreFace):
         self._check.keys(keys)
         if not self._is_off:
             self._manager.note_time(int(time.time()))
-            self._blocks.reached(f"of nobody {next(self._numbers)}" if request is None else request, keys)
+            name = f"of nobody {next(self._numbers)}" if request is None else request
+            self._blocks.reached(name, keys, time.monotonic())
 
     # -- jobs ------------------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@
 The families are not traces of anybody. They have the shapes that decide between policies: many fast
 turns, long pauses, documents of which some are asked for often, prompts that never come back. A
 prompt has as many tokens as a user's, whatever a block has: of 16 tokens it is thousands of blocks.
+
+Somebody new comes up to a trace's end, as on a server. With ``--evening`` nobody new comes from
+early on, and what has begun goes on to its end.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 from itertools import count, islice
 from typing import NamedTuple
 
 from kvdisk.cli.replay.trace import Chain, Trace, TracedRequest
 
+EVENING = ", an evening"
+"""Behind a trace's name: nobody new comes from early on."""
 _DAY_S = 86_400.0
 _LONGEST_TOKENS = 100_000
 _LONGEST_CODING_TOKENS = 320_000
@@ -38,18 +44,19 @@ class Event(NamedTuple):
 
 
 class Writer:
-    """Makes texts, and notes requests for them. ``rng``: decides everything."""
+    """Makes texts, and notes requests for them.
 
-    def __init__(self, seed: int, block_tokens: int) -> None:
+    ``evening``: see the module. ``rng``: decides everything. ``end_s``: up to then somebody new
+    comes, of every kind of work.
+    """
+
+    def __init__(self, seed: int, block_tokens: int, *, evening: bool = False) -> None:
         self.rng = random.Random(f"{seed} {block_tokens}")  # noqa: S311 - nothing is secret
         self.events: list[Event] = []
+        self.end_s = math.inf
+        self.evening = evening
         self._block_tokens = block_tokens
         self._numbers = count()
-
-    @property
-    def now(self) -> float:
-        """When the last request came."""
-        return max(event.time_s for event in self.events)
 
     def text(self, tokens: float) -> Text:
         """Return a text that nobody has written before."""
@@ -66,11 +73,19 @@ class Writer:
     def arrivals(
         self, requests: int, every_s: float, load: Callable[[float], float] = lambda _: 1.0
     ) -> Iterator[float]:
-        """Yield times until there are so many more requests. ``load``: how busy a time is."""
-        time_s, end = 0.0, len(self.events) + requests
-        while len(self.events) < end:
+        """Yield times until so many requests have come by then, or, of an evening, are noted; of
+        another kind of work than the first up to ``end_s``. ``load``: how busy a time is."""
+        time_s, noted, coming = 0.0, len(self.events), list[float]()
+        while requests > 0 if self.end_s == math.inf else time_s < self.end_s:
             time_s += self.rng.expovariate(load(time_s) / every_s)
             yield time_s
+            for event in self.events[noted:]:
+                heappush(coming, event.time_s)
+            noted = len(self.events)
+            while coming and (self.evening or coming[0] <= time_s):
+                heappop(coming)
+                requests -= 1
+        self.end_s = min(self.end_s, time_s)
 
     def is_long(self, text: Text, most_tokens: float = _LONGEST_TOKENS) -> bool:
         """Whether a context is full."""
@@ -181,7 +196,7 @@ def write_scans(writer: Writer, requests: int, every_s: float = 2.0) -> None:
 def write_day(writer: Writer, requests: int) -> None:
     """Two days and more of chat, busy and quiet, and batches at night."""
     write_chat(writer, int(requests * 0.7), every_s=6 * _DAY_S / requests, load=lambda time_s: 1 + 0.8 * _sun(time_s))
-    prompt, nights = writer.text(800), max(1, int(writer.now / _DAY_S))
+    prompt, nights = writer.text(800), max(1, round(writer.end_s / _DAY_S))
     for _ in range(int(requests * 0.3)):
         time_s = (writer.rng.randrange(nights) + writer.rng.uniform(0.6, 0.9)) * _DAY_S
         writer.ask(time_s, prompt + writer.text(writer.around(6000, 0.7)))
@@ -194,7 +209,7 @@ def _sun(time_s: float) -> float:
 def write_mixed(writer: Writer, requests: int) -> None:
     """Agents, chat, documents and a batch on one server."""
     write_agents(writer, int(requests * 0.4))
-    every_s = writer.now / requests
+    every_s = writer.end_s / requests
     write_chat(writer, int(requests * 0.25), every_s=every_s / 0.25 * 3)
     write_documents(writer, int(requests * 0.2), every_s=every_s / 0.2 * 1.8)
     write_scans(writer, int(requests * 0.15), every_s=every_s / 0.15)
@@ -214,21 +229,21 @@ FAMILIES: Mapping[str, Callable[[Writer, int], None]] = {
 }
 
 
-def make_events(family: str, seed: int, block_tokens: int, requests: int) -> Sequence[Event]:
+def make_events(family: str, seed: int, block_tokens: int, requests: int, *, evening: bool = False) -> Sequence[Event]:
     """Return a trace of a family, in order of time."""
-    writer = Writer(seed, block_tokens)
+    writer = Writer(seed, block_tokens, evening=evening)
     FAMILIES[family](writer, requests)
-    return sorted(writer.events)[:requests]
+    return sorted(event for event in writer.events if evening or event.time_s <= writer.end_s)[:requests]
 
 
-def make_trace(family: str, seed: int, block_tokens: int, requests: int) -> Trace:
+def make_trace(family: str, seed: int, block_tokens: int, requests: int, *, evening: bool = False) -> Trace:
     """Return what ``kvdisk replay`` would read of such a trace."""
-    chain, events = Chain(), make_events(family, seed, block_tokens, requests)
+    chain, events = Chain(), make_events(family, seed, block_tokens, requests, evening=evening)
     found = []
     for time_s, text in events:
         tokens = (len(text) - 1) * block_tokens + block_tokens // 2
         found.append(TracedRequest(time_s, chain.hashes([number.to_bytes(4, "little") for number in text]), tokens, 0))
-    return Trace(f"{family}, {block_tokens}", "made", block_tokens, found)
+    return Trace(f"{family}, {block_tokens}{EVENING * evening}", "made", block_tokens, found)
 
 
 def main() -> None:
@@ -238,8 +253,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--evening", action="store_true", help="nobody new comes from early on")
     options = parser.parse_args()
-    for time_s, text in make_events(options.family, options.seed, options.block_tokens, options.requests):
+    events = make_events(options.family, options.seed, options.block_tokens, options.requests, evening=options.evening)
+    for time_s, text in events:
         tokens = (len(text) - 1) * options.block_tokens + options.block_tokens // 2
         json.dump({"time_s": round(time_s, 3), "blocks": text, "prompt_tokens": tokens}, sys.stdout)
         sys.stdout.write("\n")

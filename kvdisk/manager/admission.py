@@ -90,15 +90,15 @@ class AdmitLearned(AdmissionPolicy):
         if self.admits_all:
             return [True] * len(keys)
         history, rate = self._history, max(order.least_rate() for order in self._evictors)
-        gains: dict[tuple[int, int], bool] = {}
+        gains: dict[tuple[int, int, int], bool] = {}
         answers: list[bool] = []
         for key in keys:
-            _, number, age = history.known(key)
+            _, number, blocks, ticks = history.known(key)
             if history.state_groups and group_of(key) not in history.state_groups:
-                number, age = NEW_STATE, 0
-            kind = (number, age.bit_length())  # as far as the history tells ages apart
+                number, blocks, ticks = NEW_STATE, 0, 0
+            kind = (number, blocks.bit_length(), ticks.bit_length())  # as far as the history tells ages apart
             if kind not in gains:
-                gains[kind] = history.gain(number, age, rate) >= self.LEAST_GAIN
+                gains[kind] = history.gain(number, blocks, ticks, rate) >= self.LEAST_GAIN
             answers.append(gains[kind])
         return answers
 

@@ -48,6 +48,7 @@ class BlockJobs:
     ) -> None:
         self._geometry = parts.geometry
         self._catalog = parts.catalog
+        self._history = parts.history
         self._transfers = parts.transfers
         self._stats = parts.stats
         self._state = parts.state
@@ -100,8 +101,9 @@ class BlockJobs:
 
     # -- demand --------------------------------------------------------------------------------
 
-    def reached(self, request: str, keys: Sequence[BlockKey]) -> None:
+    def reached(self, request: str, keys: Sequence[BlockKey], now: float) -> None:
         """A request wants these blocks of its prompt, in this order; see ``Demand.reach_keys``."""
+        self._history.note_time(now)
         keys = list(dict.fromkeys(keys))
         self._work.add(Kind.RECENCY, self, self._use(list(keys)))
         alike = self._by_group(keys)

@@ -87,10 +87,10 @@ EVENT_KEYS = 4096
 LEAST_PLACES: Final = 1 << 18
 """Places of the history of reuse, 8 for each slot, but no fewer than this."""
 PLACES: Final = 1 << 22
-"""And no more than this: 10 bytes each."""
+"""And no more than this: 15 bytes each."""
 COUNTS: Final = 128
 """Earlier counts of reuse that are kept; those long ago are further apart."""
-POLICY_CLASSES: Final = 100
+POLICY_CLASSES: Final = 250
 """Classes of a policy: a byte holds one."""
 SPARE_SLOTS: Final = 1024
 """Slots of NVMe that are kept free, so that there are long runs to choose from."""

@@ -76,7 +76,8 @@ class Demand:
         if visit is None or stop > visit[0]:
             prompt_blocks = request.first_prompt_tokens // request.geometry.groups[group].block_tokens
             end = max(stop, min(prompt_blocks, len(request.keys[group])))
-            visit = request.visits[group] = (end, self._history.begin(start, end))
+            visit = request.visits[group] = (end, self._history.begin(start, end, before=request.came))
+            request.came = visit[1].before
         return visit
 
     def put_off(self, request: RequestState, group: int, stop: int) -> Stretch | None:
@@ -138,8 +139,14 @@ class Demand:
             self._want_state(request, key)
 
     def _want_state(self, request: RequestState, key: BlockKey) -> None:
-        self._history.count((key,), 0, 1, STATES)
+        request.came = self._count_state(key, request.came)
         self._want(request.request_id, (key,), 0, 1)
+
+    def _count_state(self, key: BlockKey, came: int | None) -> int:
+        """Count a recurrent state. Return when its request came; ``came``: that, if it is known."""
+        visit = self._history.begin(0, 1, is_prompt=False, before=came)
+        self._history.count((key,), 0, 1, STATES, visit)
+        return visit.before
 
     def _want(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
         for admission in self._admissions:
@@ -151,6 +158,7 @@ class Demand:
         """A request wants these blocks of its prompt, in this order. Those that were counted as new
         when they were put are not counted again; of recurrent states the last known one is wanted.
         ``tell``: is told whose count has risen."""
+        came = None
         for group, alike in enumerate(keys_by_group):
             uncounted = [key for key in alike if key not in self._new]
             for key in alike if len(uncounted) < len(alike) else ():
@@ -159,10 +167,11 @@ class Demand:
             if group in self._history.state_groups:
                 last = self._history.last_known(uncounted)
                 if last is not None:
-                    self._history.count((last,), 0, 1, STATES)
+                    came = self._count_state(last, came)
                     tell((last,))
             elif uncounted:
-                visit = self._history.begin(0, len(uncounted))
+                visit = self._history.begin(0, len(uncounted), before=came)
+                came = visit.before
                 self._work.add(Kind.DEMAND, self, self._count_keys(uncounted, visit, tell))
             self._want(request_id, uncounted, 0, len(uncounted))
 
@@ -187,28 +196,30 @@ class Demand:
         self._work.finish(Kind.DEMAND)
         known, parents = self._history.known, dict(zip(offers.keys, offers.parents, strict=True))
         new = [(group, key) for group, key in zip(offers.groups, offers.keys, strict=True) if not known(key)[0]]
+        came = None
         for group in sorted({group for group, _ in new}):
             keys = [key for other, key in new if other == group]
             if group in self._history.state_groups:
                 for key in keys:
-                    self._history.count((key,), 0, 1, STATES)
+                    came = self._count_state(key, came)
             else:
-                self._count_chain(keys, parents[keys[0]])
+                came = self._count_chain(keys, parents[keys[0]], came)
         self._new.update((key, None) for _, key in new)
         for most, counted in ((bounds.UNREACHED, self._new), (bounds.CHAINS, self._chains)):
             while len(counted) > most:
                 del counted[next(iter(counted))]
 
-    def _count_chain(self, keys: Sequence[BlockKey], parent: BlockKey | None) -> None:
-        """Count blocks of one kind that follow each other. A prompt that is put in parts is one
-        visit; the next turn of a conversation is another."""
+    def _count_chain(self, keys: Sequence[BlockKey], parent: BlockKey | None, came: int | None) -> int:
+        """Count blocks of one kind that follow each other; return when their request came. A prompt
+        that is put in parts is one visit; the next turn of a conversation is another."""
         begun = self._chains.pop(parent, None) if parent is not None else None
         if begun is not None:
             visit, origin = self._history.go_on(begun[0], len(keys)), begun[1]
         else:
-            visit = self._history.begin(0, len(keys))
+            visit = self._history.begin(0, len(keys), before=came)
             origin = self._history.origin_behind(parent) if parent is not None else 0
         self._chains[keys[-1]] = visit, self._history.count(keys, 0, len(keys), origin, visit)
+        return visit.before
 
     def forget_keys(self) -> None:
         """Forget what was put: keys have another meaning."""

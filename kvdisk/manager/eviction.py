@@ -19,13 +19,16 @@ from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.config import EVICTIONS, make_own
 from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, Catalog
-from kvdisk.manager.reuse import CLASSES, ReuseHistory
+from kvdisk.manager.chances import CLASSES
+from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.row_lists import GROWN_ROWS, RowLists, TenantLists
 from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]
 """The keys of the catalog's rows, by row."""
 _NOT_HERE: Final = 255
+_BLOCKS: Final = 0xFFFFFFFF
+"""The blocks of a time of ``LearnedPolicy``."""
 _NOBODY: Final = (math.inf, NONE)
 _STATELESS: Final = -1.0
 """Worth less than anything else."""
@@ -54,7 +57,7 @@ class EvictionPolicy:
     """
 
     classes = 1
-    """How many, within ``bounds``. A block's class only rises while its copy is here."""
+    """How many, within ``bounds``. A copy stays in its class where its block's is 0 by now."""
 
     def __init__(self, keys: Keys, history: ReuseHistory) -> None:
         most = bounds.POLICY_CLASSES
@@ -161,7 +164,8 @@ class EvictionPolicy:
         last, numbers, counts, now = self._last, self._list_of, self._counts, self.now
         for row, number in zip(rows, self.classes_of(rows), strict=True):
             last[row], before = now, numbers[row]
-            if number > before:  # a key may be forgotten, but not while its copy is here
+            # A key may be forgotten, but not while its copy is here.
+            if number and number != before < self.classes:
                 numbers[row] = number
                 counts[before] -= 1
                 counts[number] += 1
@@ -346,7 +350,14 @@ class LearnedPolicy(EvictionPolicy):
 
     def worth(self, number: int, last: int) -> float:
         """Return what the history says that a copy brings."""
-        return self._history.rate(number, self._history.now - last)
+        history = self._history
+        blocks = history.came - last & _BLOCKS
+        return history.rate(number, blocks if blocks <= _BLOCKS >> 1 else 0, max(0, history.tick - (last >> 32)))
+
+    @property
+    def now(self) -> int:
+        """Both clocks of the history: ticks, and below them 32 bits of the blocks."""
+        return self._history.tick << 32 | self._history.now & _BLOCKS
 
 
 class TailFirst:
@@ -450,8 +461,7 @@ class TailFirst:
         for row in self._tails({}):
             if row in self._stateless:
                 return 0.0
-            _, number, age = self._history.known(self._catalog.keys[row])
-            return self._history.rate(number, age)
+            return self._history.rate(*self._history.known(self._catalog.keys[row])[1:])
         return 0.0
 
     def value_of(self, row: int) -> float:

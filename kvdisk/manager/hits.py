@@ -160,7 +160,7 @@ class HitCounts:
 
         Looks at one block, or of a window at its few: whatever the length of the prompt.
         """
-        began_s, began = self._began = self._began or (asked.now, self._history.now)
+        began_s, began = self._began = self._began or (asked.now, self._history.came)
         key, presence, is_own = self._first_missing(request, asked.start_tokens, hit_end_tokens)
         if presence == WRITING:
             return Miss.WRITING, None
@@ -168,12 +168,12 @@ class HitCounts:
             return Miss.NEVER_SEEN, None
         if request.load_tiers is not None and self._catalog.presences((key,))[0] == READY:
             return Miss.EXCLUDED, None
-        uses, _, age = self._history.known(key)
-        if uses <= is_own:
+        known = self._history.known(key)
+        if known.uses <= is_own:
             return Miss.NEVER_SEEN, None
         # The history's clock is what requests came to: at its mean pace since the start.
-        count = self._history.now - began
-        ago_s = None if is_own or age >= count else age * (asked.now - began_s) / count
+        count = self._history.came - began
+        ago_s = None if is_own or known.blocks >= count else known.blocks * (asked.now - began_s) / count
         if self._config.max_age_s is not None and self._is_too_old(key):
             return Miss.EXPIRED, ago_s
         return self._how_it_left(key), ago_s

@@ -205,6 +205,7 @@ class TierManager:
         if request.stale:  # vLLM: it asks for requests without computed tokens only; this one starts again
             request.stale = False
             self._stores.forget(request)
+        self._history.note_time(now)
         return self._lookups.lookup(request, local_tokens, total_tokens, now)
 
     @uncollected
@@ -254,6 +255,7 @@ class TierManager:
         and whose ids are final. ``block_ids``: the block table by group; a block with id 0 is
         skipped.
         """
+        self._history.note_time(now)
         self._stores.plan(self._requests[request_id], computed_tokens, block_ids, now)
 
     def plan_states(self, request_id: str, states: Iterable[HandedState], now: float) -> None:
@@ -282,6 +284,7 @@ class TierManager:
         ``scheduled_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
         ``overwritten``: see ``preempt``.
         """
+        self._history.note_time(now)
         for space in self._tiers:
             self._state.released += space.refresh(now)
             space.admission.note_room(*space.free_and_total)

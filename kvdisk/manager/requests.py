@@ -191,6 +191,8 @@ class RequestState:
     """By group: the ``demand.Stretch`` before these that is counted later, if there is one."""
     visits: list[tuple[int, Visit] | None] = field(default_factory=list)
     """By group: up to where its blocks are counted as wanted at once, and as a part of what."""
+    came: int | None = None
+    """The time of the history of reuse as the request came; None: nothing of it is counted."""
     states: list[BlockKey] = field(default_factory=list)
     """Recurrent states that it wants and has not used yet."""
     lookups: Lookups = field(default_factory=Lookups)
@@ -287,6 +289,7 @@ class RequestState:
         """What was counted of it is forgotten, or it has other keys."""
         self.counted, self.origin = ([0] * len(self.keys) for _ in range(2))
         self.visits, self.put_off = [None] * len(self.keys), [None] * len(self.keys)
+        self.came = None
         self.states = []
 
     def limit_loads(self, tokens: int) -> None:

@@ -10,11 +10,14 @@ from kvdisk.blocks import make_block_key
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, make_admission
+from kvdisk.manager.chances import CLASSES
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.reuse import NEW_STATE, ReuseHistory
-from kvdisk.manager.step_work import StepWork
+from kvdisk.manager.step_work import Kind, StepWork
 
+SECOND_USE = CLASSES // 6
+"""The first class of blocks that two requests wanted."""
 PROMPT = "aabbccx"
 KEYS = keys_of(PROMPT)
 OTHER = make_block_key(b"z", 0)
@@ -79,9 +82,36 @@ def test_of_a_prompts_states_a_request_wants_the_last_that_was_left():
     assert history.known(ends[5])[1] == NEW_STATE
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+def test_no_group_of_a_prompt_ages_what_lies_beside_it(by_key):
+    """Nor do its states: they all come at once."""
+    kv, window = GroupGeometry(0, 2, 4096), GroupGeometry(1, 2, 4096)
+    geometry = Geometry((kv, window, GroupGeometry(2, 2, 4096, 2, state_tokens=2)), 1, 2)
+    history, work = ReuseHistory({2}), StepWork()
+    demand = Demand(history, (), work)
+
+    def come(prompt):
+        state = RequestState(prompt, [prompt[:end].encode() for end in range(1, len(prompt) + 1)], 99, geometry)
+        state.update_keys()
+        if by_key:
+            demand.reach_keys(prompt, state.keys, lambda keys: None)
+            work.finish(Kind.DEMAND)
+        else:
+            for group in range(3):
+                demand.reach(state, group, len(prompt))
+            demand.leave_state(state, state.keys[2][-1])
+        return [*state.keys[0], *state.keys[1]]
+
+    beside, left = come("beside"), 0 if by_key else 1
+    come("first")  # of what came with them, only what came behind them makes them older
+    assert {history.known(key)[2] for key in beside} == {left, 6 + left}
+    come("other")
+    assert {history.known(key)[2] for key in beside} == {10 + 2 * left, 16 + 2 * left}
+
+
 def test_with_states_kv_is_worth_what_a_new_state_is():
     history = ReuseHistory({1})
-    history.gain = lambda number, age, rate: float((number, age) == (NEW_STATE, 0))
+    history.gain = lambda number, blocks, ticks, rate: float((number, blocks, ticks) == (NEW_STATE, 0, 0))
     policy = AdmitLearned(history)
     policy._is_full = True
     policy.watch([SimpleNamespace(least_rate=lambda: 0.0)])
@@ -100,7 +130,7 @@ def test_what_was_refused_is_remembered_as_used(admission):
     nvme.admission._is_full = True
     nvme.admission.note_room = lambda free, total: None
     if admission == "learned":
-        bench.manager._history.gain = lambda number, age, rate: float(number > 2)
+        bench.manager._history.gain = lambda number, blocks, ticks, rate: float(number >= SECOND_USE)
     bench.serve(PROMPT)
     assert bench.stats["refused_blocks.reuse"] == 3 and not len(bench.catalog)
     bench.serve(PROMPT, cold=True)
@@ -147,7 +177,7 @@ class TestLearned:
                 return rate
 
         history = ReuseHistory()
-        history.gain = lambda number, age, least: 0.1 if number > 2 and least < 1 else 0.0
+        history.gain = lambda number, blocks, ticks, rate: 0.1 if number >= SECOND_USE and rate < 1 else 0.0
         policy = AdmitLearned(history)
         policy.watch([Order()])
         policy.note_room(0, 100)

@@ -9,8 +9,9 @@ from tier_bench import TierBench
 from kvdisk.blocks import BlockKey, make_block_key
 from kvdisk.manager import bounds
 from kvdisk.manager.block_jobs import BlockJobs
+from kvdisk.manager.chances import ORIGINS, TEMPOS
 from kvdisk.manager.copies import Offers
-from kvdisk.manager.reuse import _ORIGINS, ReuseHistory
+from kvdisk.manager.reuse import ReuseHistory
 
 NEW, SECOND_TURN = 0, 2
 """Kinds of blocks."""
@@ -38,7 +39,7 @@ def put(jobs: BlockJobs, keys: list[BlockKey], start: int = 0, stop: int | None 
 
 
 def kinds(history: ReuseHistory, keys: list[BlockKey]) -> set[int]:
-    return {number % _ORIGINS for number in history.classes_of(keys)}
+    return {number // TEMPOS % ORIGINS for number in history.classes_of(keys)}
 
 
 @pytest.mark.parametrize("most", [bounds.CHAINS, 0])
@@ -46,7 +47,7 @@ def test_a_second_turn_is_told_from_a_new_prompt(jobs, most, monkeypatch):
     monkeypatch.setattr(bounds, "CHAINS", most)
     keys = chain("chat", 12)
     put(jobs, keys, 0, 6)
-    jobs.reached("first turn", keys[:6])
+    jobs.reached("first turn", keys[:6], 0.0)
     put(jobs, keys, 6)
     assert kinds(jobs._demand._history, keys[:6]) == {NEW}
     assert kinds(jobs._demand._history, keys[6:]) == {SECOND_TURN}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvdisk.config import EVICTIONS
 from kvdisk.manager import bounds
 from kvdisk.manager.eviction import EvictionPolicy, make_eviction
 from kvdisk.manager.reuse import ReuseHistory
+from kvdisk.manager.standings import PINNED
 
 KEYS = [BlockKey(b"key %d" % row) for row in range(2000)]
 STEPS = st.lists(st.tuples(st.sampled_from(["insert", "touch", "remove", "follow"]), st.integers(0, 7)), max_size=60)
@@ -96,7 +98,43 @@ def test_a_copy_that_could_not_leave_is_proposed_last_and_is_not_used(name):
     policy.postpone(999)
     for _ in range(2):  # no search has changed anything
         assert order_of(policy) == [*range(1, 10), 0]
-        assert history.known(KEYS[0])[::2] == (1, 10)
+        assert history.known(KEYS[0])[::2] == (1, 0), "the last request came just behind it"
+
+
+def test_a_use_changes_a_class_and_no_standing():
+    history = ReuseHistory()
+    policy = make_eviction("learned", KEYS, history)
+    for now in (0, 10, 10_000):  # twice as often used, and more slowly
+        history.note_time(now)
+        history.count(KEYS, 0, 2, 0)
+        if not policy.holds(0):
+            policy.insert((0, 1))
+            policy.list_tails((0, 1))
+            policy.place(1, PINNED)
+        policy.touch((0, 1))
+        assert policy._list_of[0] == history.known(KEYS[0]).number
+        assert policy.standing(1) == PINNED and order_of(policy) == [0]
+    history.note_time(10_010)
+    before = policy._list_of[0]
+    history.count(KEYS, 0, 2, 0)
+    policy.touch((0,))
+    assert policy._list_of[0] < before, "it comes faster than it did"
+
+
+def test_a_long_life_is_no_age():
+    """The blocks of a time are its lower 32 bits."""
+    worths = []
+    for now in (0, (1 << 32) - 12):
+        history = ReuseHistory()
+        history.now = history.came = now
+        history._chances.learns_at = math.inf
+        policy = make_eviction("learned", KEYS, history)
+        history.count(KEYS, 0, 10, 0)
+        policy.insert((0, 10))
+        for at in range(10, 20):
+            history.count(KEYS, at, at + 1, 0)
+        worths.append([policy.worth_of(row) for row in (0, 10)])
+    assert worths[0] == worths[1]
 
 
 def test_what_brings_least_for_its_time_leaves_first():

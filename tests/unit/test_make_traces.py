@@ -18,7 +18,7 @@ def test_a_prompt_is_as_long_in_tokens_whatever_a_block_has(family: str) -> None
 
 
 def test_coding_agents_are_as_published() -> None:
-    writer = Writer(3, 16)
+    writer = Writer(3, 16, evening=True)  # each session to its end
     FAMILIES["coding agents"](writer, 4000)
     texts = [text for _, text in writer.events]
     system_blocks = 18_000 // 16
@@ -39,3 +39,19 @@ def test_coding_agents_are_as_published() -> None:
 def test_a_trace_is_the_same_for_the_same_seed() -> None:
     assert make_trace("chat", 5, 16, 50).requests == make_trace("chat", 5, 16, 50).requests
     assert make_trace("chat", 5, 16, 50).requests != make_trace("chat", 6, 16, 50).requests
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_somebody_new_comes_up_to_the_end(family: str) -> None:
+    writer, events = Writer(1, 512), make_events(family, 1, 512, 600)
+    FAMILIES[family](writer, 600)
+    assert len(events) > 420 and events[-1].time_s <= writer.end_s
+    assert events == sorted(writer.events)[: len(events)]
+
+
+@pytest.mark.parametrize("family", ["chat", "coding agents", "mixed"])
+def test_nobody_new_comes_of_an_evening(family: str) -> None:
+    writer, events = Writer(1, 512, evening=True), make_events(family, 1, 512, 600, evening=True)
+    FAMILIES[family](writer, 600)
+    assert len(events) > 540
+    assert sum(event.time_s > writer.end_s for event in events) > 150

@@ -152,9 +152,9 @@ def test_a_second_tier_in_memory_is_a_member_and_a_row():
 
 
 class TooMany(EvictionPolicy):
-    classes = 101
+    classes = 251
 
 
 def test_a_policy_that_cannot_be_built_is_one_sentence():
-    with pytest.raises(ConfigError, match="cannot be built: AssertionError: a policy has up to 100 classes"):
+    with pytest.raises(ConfigError, match="cannot be built: AssertionError: a policy has up to 250 classes"):
         make_eviction(f"{__name__}:TooMany", [], ReuseHistory())
