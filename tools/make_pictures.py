@@ -36,7 +36,8 @@ from support import ENVIRONMENT
 from support.s3_server import S3Server
 
 from kvdisk.blocks import make_block_key
-from kvdisk.cli.top import TopReader, draw
+from kvdisk.cli.frames import FrameReader
+from kvdisk.cli.top import draw
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.geometry import FILE_EPOCH, Namespace
@@ -259,7 +260,7 @@ def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
 
 def watched(store: Path, shown: Shown) -> list[str]:
     """Look at a store for a while as ``kvdisk top`` does; return the lines of the last frame."""
-    reader, end_s = TopReader([store]), time.monotonic() + shown.live
+    reader, end_s = FrameReader([store]), time.monotonic() + shown.live
     while time.monotonic() < end_s:
         frame = reader.read()
         time.sleep(2)

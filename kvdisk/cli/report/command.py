@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from kvdisk.cli.frames import LOCK_WAIT_S
 from kvdisk.cli.output import (
     AsJson,
     Exit,
@@ -28,7 +29,6 @@ from kvdisk.cli.output import (
 )
 from kvdisk.cli.report.page import MARK, page
 from kvdisk.cli.survey import survey_store
-from kvdisk.cli.top import LOCK_WAIT_S
 from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import list_owners
 from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
