@@ -25,7 +25,7 @@ from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import HomeOwner, list_owners
 from kvdisk.device.telemetry_file import DriveTelemetry, TelemetryRecord, read_telemetry
 from kvdisk.errors import CorruptRecord, DeviceError
-from kvdisk.stats import FAILURES, HARMLESS, JOBS, ROUTES, SOURCES, TIERS, Miss
+from kvdisk.stats import FAILURES, HARMLESS, JOBS, ROUTES, SOURCES, TIER_WORDS, TIERS, Miss
 
 JSON_VERSION = 3
 STALE_S = 3.0
@@ -41,6 +41,21 @@ WAITING = {
     "awaiting_commit_blocks": "slots to free",
 }
 """Gauges of what waits, and their names in words."""
+_WHY_NOT = {
+    "reuse": "not used often enough",
+    "room": "no room, or the drive was behind",
+    "budget": "the day's bytes were spent",
+    "share": "the tenant had its share",
+}
+DEPARTURES: Mapping[str, str] = {
+    **{f"evicted_blocks.{tier}": f"evicted from {TIER_WORDS[tier]}" for tier in TIERS},
+    **{f"share_evicted_blocks.{tier}": f"of {TIER_WORDS[tier]}'s: {_WHY_NOT['share']}" for tier in TIERS},
+    **{f"evicted_unwritten.{why}": f"of CPU's, and not on NVMe: {said}" for why, said in _WHY_NOT.items()},
+    **{f"expired_blocks.{tier}": f"dropped from {TIER_WORDS[tier]}: older than max_age_s" for tier in TIERS},
+    **{f"refused_blocks.{why}": f"not taken: {said}" for why, said in _WHY_NOT.items()},
+}
+"""Series that count blocks that left a tier or were not taken, and why, in words. What begins with
+"of" is a part of what was evicted."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,8 @@ class StoppedEngine:
 class Totals:
     """Sums over all engines. ``lookup_tokens`` (asked of the tiers), ``hit_rate`` (of these),
     ``saved_seconds``, ``misses`` (requests, by reason, see docs/METRICS.md): since the engines'
-    starts. Rates: from and to NVMe."""
+    starts. Rates: from and to NVMe. ``departures``: blocks that left a tier or were not taken since
+    the engines' starts, by series of ``DEPARTURES``, without those that are 0."""
 
     engines: int
     stopped: int
@@ -146,6 +162,7 @@ class Totals:
     misses: Mapping[Miss, int]
     read_bytes_per_s: float | None
     written_bytes_per_s: float | None
+    departures: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -195,9 +212,9 @@ class _Watched:
         self.per_s: dict[str, float] | None = None
         self.reads, self.writes = deque[float](maxlen=HISTORY), deque[float](maxlen=HISTORY)
 
-    def look(self, figures: TelemetryRecord, *, idle: bool) -> None:
-        """Compare the engine's figures with those before."""
-        seconds = figures.time_s - self.last.time_s
+    def look(self, figures: TelemetryRecord, *, idle: bool) -> Counter[str]:
+        """Compare the engine's figures with those before; return what rose."""
+        seconds, rose = figures.time_s - self.last.time_s, Counter[str]()
         if seconds > 0:
             rose = _counted(figures) - _counted(self.last)
             self.per_s = {series: count / seconds for series, count in rose.items()}
@@ -207,6 +224,7 @@ class _Watched:
         for history, routes in ((self.reads, READS), (self.writes, WRITES)):
             if (rate := self.rate(*routes)) is not None:
                 history.append(rate)
+        return rose
 
     def rate(self, *series: str) -> float | None:
         """Return what these series rose by in a second, together; None where that is not known
@@ -236,12 +254,15 @@ class _Watched:
 
 
 class FrameReader:
-    """Reads a store again and again. ``clock``: returns seconds since the Unix epoch."""
+    """Reads a store again and again. ``clock``: returns seconds since the Unix epoch. One thread at
+    a time makes all calls. ``risen``: by how much counters, bytes of routes (``gpu_to_cpu``) and of
+    drives rose in all engines together since the first look at each."""
 
     def __init__(self, directories: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
         self._directories = list_directories(list(directories))
         self._clock = clock
         self._watched: dict[str, _Watched] = {}
+        self.risen: Counter[str] = Counter()
 
     def read(self) -> Frame:
         """Return the store as it is now. Raises as ``Store.open``, and StoreLocked."""
@@ -289,7 +310,7 @@ class FrameReader:
         watched = self._watched.get(owner.id)
         if watched is None or (watched.last.pid, watched.last.started_s) != (figures.pid, figures.started_s):
             watched = self._watched[owner.id] = _Watched(figures)
-        watched.look(figures, idle=idle)
+        self.risen.update(watched.look(figures, idle=idle))
         gauges = figures.gauges
         return Engine(
             engine_store=owner.id,
@@ -332,6 +353,7 @@ class FrameReader:
             misses=miss_counts(counted),
             read_bytes_per_s=_sum_known(engine.flow(READS) for engine in engines),
             written_bytes_per_s=_sum_known(engine.flow(WRITES) for engine in engines),
+            departures={series: counted[series] for series in DEPARTURES if counted[series]},
         )
 
 
