@@ -334,6 +334,7 @@ PACKAGES = (
     "cli",
     "cli/replay",
     "cli/report",
+    "cli/web",
     "sglang",
     "lmcache",
     "testing",
