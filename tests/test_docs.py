@@ -190,8 +190,9 @@ def printed(desk: Path, call: str) -> str:
 
 
 def needs_little(path: Path) -> bool:
-    """Whether a page's command runs here: others need a trace, engines or a remote store."""
-    return path.stem not in {"replay", "top"} and "remote" not in path.read_text().partition("\n")[0]
+    """Whether a page's command runs here, and ends: others need a trace, engines or a remote
+    store."""
+    return path.stem not in {"replay", "top", "web"} and "remote" not in path.read_text().partition("\n")[0]
 
 
 @pytest.mark.parametrize(

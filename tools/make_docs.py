@@ -357,6 +357,7 @@ PACKAGES = (
     "cli",
     "cli/replay",
     "cli/report",
+    "cli/web",
     "sglang",
     "lmcache",
     "testing",

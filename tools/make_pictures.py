@@ -15,17 +15,20 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from demo_figures import demo_engines
 from demo_store import LARGE, LLAMA_8B, SMALL, branching_block, demo_store, prompt_of
 from make_docs import OUTPUT, PICTURES
 from PIL import Image, ImageChops
@@ -33,10 +36,16 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 from support import ENVIRONMENT
+from support.browser import BROWSERS, chromium
 from support.s3_server import S3Server
 
 from kvdisk.blocks import make_block_key
-from kvdisk.cli.top import TopReader, draw
+from kvdisk.cli.frames import FrameReader
+from kvdisk.cli.top import draw
+from kvdisk.cli.web.guard import Guard
+from kvdisk.cli.web.questions import Asker
+from kvdisk.cli.web.server import WebServer
+from kvdisk.cli.web.watch import Watcher
 from kvdisk.config import Config
 from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.geometry import FILE_EPOCH, Namespace
@@ -44,7 +53,6 @@ from kvdisk.remote.base import ObjectOp, RemoteObject, object_name
 from kvdisk.remote.client import open_remote
 
 COMMAND = Path(sysconfig.get_path("scripts")) / "kvdisk"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MOST_BYTES = 300_000
 SCALE = 1.6
 ROWS = 24
@@ -64,7 +72,8 @@ class Shown:
     in, and a trace. Where the last word is a page (.html) that the command makes, that is the
     picture. ``columns``: of the terminal. ``copy``: on a copy that nobody owns, since it changes
     the store. ``live``: on the store of two engines under load, for so many seconds; what is on the
-    terminal then is kept.
+    terminal then is kept. ``browsed``: a page that it serves, of engines that are made up, is the
+    picture, wide and narrow.
     """
 
     name: str
@@ -73,6 +82,7 @@ class Shown:
     picture: bool = False
     copy: bool = False
     live: float = 0
+    browsed: bool = False
 
 
 SHOWN = (
@@ -87,6 +97,7 @@ SHOWN = (
     Shown("clear", "clear STORE --yes", copy=True),
     Shown("report", "report STORE -o report.html"),
     Shown("top", "top STORE", picture=True, live=25),
+    Shown("web", "web STORE", browsed=True),
     Shown("check", "check kvdisk.json --model Llama-3.1-8B"),
     Shown("check-1", "check remote.json"),
     Shown("start-args", "start-args KVDISK_STORE_DIRS=/nvme/kv KVDISK_NVME_BYTES=500GiB"),
@@ -110,13 +121,22 @@ def main() -> int:
     wanted = [shown for shown in SHOWN if not arguments.names or shown.name in arguments.names]
     if trace is None:
         wanted = [shown for shown in wanted if "TRACE" not in shown.typed]
-    for make, live in ((demo_store, False), (live_store, True)):
-        some = [shown for shown in wanted if bool(shown.live) is live]
+    for make in (demo_store, live_store, stopped_store):
+        some = [shown for shown in wanted if _made_by(shown) is make]
         if some:
             with removed(store), make(store):
                 for shown in some:
                     show(shown, store, trace)
     return 0
+
+
+def _made_by(shown: Shown) -> Callable[[Path], AbstractContextManager[object]]:
+    return stopped_store if shown.browsed else live_store if shown.live else demo_store
+
+
+def stopped_store(store: Path) -> AbstractContextManager[object]:
+    """Make the store to show, of which no engine is alive."""
+    return demo_store(store, owned=False)
 
 
 @contextmanager
@@ -171,7 +191,10 @@ def show(shown: Shown, store: Path, trace: Path | None) -> None:
         bucket(folder) if "remote.json" in typed else nullcontext(),
     ):
         arguments = [str(COMMAND), *typed.split()]
-        texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
+        if shown.browsed:
+            texts = browsed(store, folder)
+        else:
+            texts = watched(store, shown) if shown.live else printed(arguments, shown, folder)
         lines = [Text.from_ansi(text) for text in texts]
         said = "\n".join([f"$ kvdisk {typed}", *(line.plain.rstrip() for line in lines)])
         (OUTPUT / f"{shown.name}.txt").write_text(f"{said.rstrip()}\n")
@@ -260,7 +283,7 @@ def printed(arguments: Sequence[str], shown: Shown, folder: Path) -> list[str]:
 
 def watched(store: Path, shown: Shown) -> list[str]:
     """Look at a store for a while as ``kvdisk top`` does; return the lines of the last frame."""
-    reader, end_s = TopReader([store]), time.monotonic() + shown.live
+    reader, end_s = FrameReader([store]), time.monotonic() + shown.live
     while time.monotonic() < end_s:
         frame = reader.read()
         time.sleep(2)
@@ -270,6 +293,54 @@ def watched(store: Path, shown: Shown) -> list[str]:
     with console.capture() as text:
         console.print(draw(frame, shown.columns, height=ROWS - 1))  # under the line that was typed
     return text.get().splitlines()
+
+
+def browsed(store: Path, folder: Path) -> list[str]:
+    """Serve the page of two engines that have been at work for ten minutes; keep pictures of it.
+    Return what the command prints."""
+    now_s = [time.time() - WORK_S]
+    watcher, asker = Watcher([store], 2.0, clock=lambda: now_s[0]), Asker([store])
+    with demo_engines(store, [SMALL, LARGE], now_s[0]) as engines:
+
+        def work(until_s: float) -> None:
+            now_s[0] = until_s
+            for engine in engines:
+                engine.work(until_s)
+            watcher.look()
+
+        while now_s[0] < time.time():
+            work(now_s[0] + 2)
+        guard = Guard([], any_address=False, token=None)
+        server = WebServer(("127.0.0.1", 0), socket.AF_INET, watcher, asker, guard)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        prompt = (folder / "prompt.json").read_text()
+        try:
+            with chromium() as browser:
+                for name, look, width, height in BROWSED:
+                    seen = {"viewport": {"width": width, "height": height}, "color_scheme": look}
+                    page = browser.new_page(**seen, device_scale_factor=SCALE if width < 500 else 1)
+                    page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+                    page.locator("#live", has_text="Live").wait_for()
+                    page.locator("#tokens").fill(prompt)
+                    page.get_by_role("button", name="Follow the prompt").click()
+                    page.locator(".verdict").wait_for()
+                    work(time.time())
+                    number = watcher.seen().number
+                    while page.evaluate("state.number") < number:
+                        time.sleep(0.1)
+                    page.evaluate("scrollTo(0, 0)")
+                    page.screenshot(path=folder / "taken.png", full_page=height == WHOLE)
+                    keep(Image.open(folder / "taken.png").convert("RGB"), PICTURES / f"{name}.png", 160)
+        finally:
+            server.shutdown()
+            server.server_close()
+    return ["http://127.0.0.1:8790/"]
+
+
+WORK_S = 600
+WHOLE = 901
+BROWSED = (("web", "light", 1280, WHOLE), ("web-narrow", "dark", 360, 1000))
+"""Of the page: the picture's name, its look, its width, and its height, WHOLE for all of it."""
 
 
 def terminal(typed: str, lines: Sequence[Text], columns: int) -> str:
@@ -302,8 +373,12 @@ def shoot(page: Path, target: Path, width: int, height: int) -> None:
         image = Image.open(taken).convert("RGB")
         ground = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
         used = ImageChops.difference(image, ground).getbbox()
-        image = image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40)))
-        image.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+        keep(image.crop((0, 0, image.width, min(image.height, (used[3] if used else 0) + 40))), target)
+
+
+def keep(image: Image.Image, target: Path, colours: int = 64) -> None:
+    """Keep a picture, in few colours."""
+    image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
     size = target.stat().st_size
     print(f"kvdisk: {target.name} has {size} bytes")
     assert size <= MOST_BYTES, f"{target} has {size} bytes, which is too much for a repository"

@@ -22,6 +22,7 @@ from kvdisk.cli.size import size
 from kvdisk.cli.start_args import start_args
 from kvdisk.cli.top import top
 from kvdisk.cli.verify import verify
+from kvdisk.cli.web.command import web
 from kvdisk.cli.why import why
 
 
@@ -61,7 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
-for command in (inspect, why, top, report, verify, repair, prune, clear, check, start_args, size, replay, bench):
+for command in (inspect, why, top, web, report, verify, repair, prune, clear, check, start_args, size, replay, bench):
     app.command(help=unwrapped(getdoc(command) or ""))(command)
 
 

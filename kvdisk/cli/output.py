@@ -88,7 +88,12 @@ def print_json(value: object, json_version: int | None = None) -> None:
     if json_version is not None:
         fields_of = value if isinstance(value, dict) else _plain(value)
         value = {"json_version": json_version, "kvdisk_version": __version__} | fields_of
-    typer.echo(json.dumps(value, default=_plain, indent=2))
+    typer.echo(as_json_text(value, indent=2))
+
+
+def as_json_text(value: object, indent: int | None = None) -> str:
+    """Return a value as ``print_json`` prints it. ``indent``: spaces of a level; None: one line."""
+    return json.dumps(value, default=_plain, indent=indent)
 
 
 def _plain(value: Any) -> Any:
@@ -335,10 +340,8 @@ def opening(directories: Sequence[Path]) -> Iterator[list[Path]]:
     paths = [Path(os.path.realpath(directory)) for directory in directories]
     try:
         yield paths
-    except CorruptRecord as error:  # its STORE file
-        raise refusal(f"{error}; repair cannot help: delete the directory, which is a cache.") from None
     except KvdiskError as error:
-        raise refusal(_why_not(error, paths)) from None
+        raise refusal(why_not(error, paths)) from None
 
 
 def refusal(sentence: str, code: Exit = Exit.NOTHING_DONE, **also: object) -> typer.Exit:
@@ -389,8 +392,10 @@ def new_file(target: Path) -> Iterator[Path]:
         raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
 
 
-def _why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
+def why_not(error: KvdiskError, paths: Sequence[Path]) -> str:
     """Say in one sentence why a store cannot be opened, and what would help."""
+    if isinstance(error, CorruptRecord):  # its STORE file
+        return f"{error}; repair cannot help: delete the directory, which is a cache."
     cause = error.__cause__
     if isinstance(error, DeviceError) and error.errno in DENIED_ERRNOS and isinstance(cause, OSError):
         return _denied(cause.filename or paths[0])

@@ -12,12 +12,12 @@ import json
 import pickle
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -65,6 +65,7 @@ from kvdisk.manager.prefix_match import Lookups
 NONE_HASH_SEED = "vllm-none-hash"
 """vLLM: the seed of the hash before the first block, unless PYTHONHASHSEED is set."""
 _FIELDS_SHOWN = 3
+_NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,21 @@ class FoundFar:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A part of the prompt, and what becomes of it. ``hit``: it would be loaded. ``here``: it is
+    stored, and would not hit. ``missing``: it is not stored. ``rest``: it fills no block, and is
+    computed."""
+
+    start_tokens: int
+    end_tokens: int
+    state: Literal["hit", "here", "missing", "rest"]
+
+
+@dataclass(frozen=True)
 class Answer:
     """The answer. ``found``: in the namespace that was asked about. ``ends``: why the hit ends
-    there. ``remote``: null where none was named.
+    there. ``remote``: null where none was named. ``path``: the whole prompt, by blocks of the group
+    with full attention.
 
     ``elsewhere``: namespaces that have more of the prompt. ``problems``: sentences. ``resets``:
     engines of the namespace that were reset; where all running ones were, ``found`` is what the
@@ -120,6 +133,7 @@ class Answer:
     problems: tuple[str, ...]
     remote: FoundFar | None = None
     resets: tuple[Reset, ...] = ()
+    path: tuple[Stretch, ...] = ()
 
 
 def why(
@@ -175,15 +189,20 @@ def _token_ids(tokens: Path | None, prompt: Path | None, tokenizer: Path | None)
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if tokenizer is not None:
-        return _tokenize(text, tokenizer)
+    return parse_token_ids(text, str(file)) if tokenizer is None else _tokenize(text, tokenizer)
+
+
+def parse_token_ids(text: str, where: str) -> list[int]:
+    """Read token ids: numbers, a JSON list of them, or an object with one under tokens. ``where``:
+    what holds the text, for the sentence of the ConfigError that is raised where it is none of
+    these."""
     try:
         found = json.loads(text)
-    except ValueError:
-        found = [int(word) if word.isdigit() else word for word in re.split(r"[\s,]+", text.strip())]
+    except (ValueError, RecursionError):
+        found = [int(word) if _NUMBER.fullmatch(word) else word for word in re.split(r"[\s,]+", text.strip())]
     found = found.get("tokens") if isinstance(found, dict) else found
     if not (isinstance(found, list) and found and all(type(one) is int and 0 <= one < 1 << 63 for one in found)):
-        raise ConfigError(f"{file} does not hold token ids: a list of numbers, or an object with one under tokens")
+        raise ConfigError(f"{where} does not hold token ids: a list of numbers, or an object with one under tokens")
     return found
 
 
@@ -419,7 +438,26 @@ def explain(
         there = remote_blocks(remote, mine.id, asked.missing, asked.shard_count)
         far = FoundFar(remote.remote, None if there is None else asked.hit_with(there, len(tokens)))
         problems += ("the remote store did not answer: see kvdisk check",) if there is None else ()
-    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, problems, far, asked.resets)
+    path = tuple(_path(asked, len(tokens)))
+    return Answer(len(tokens), asked.found(), _why_it_ends(asked, tokens), elsewhere, problems, far, asked.resets, path)
+
+
+def _path(asked: _Searched, prompt_tokens: int) -> Iterator[Stretch]:
+    """Yield what becomes of each part of the prompt, neighbours of the same kind as one."""
+    hit, size, keys = asked.hit_tokens, asked.main.block_tokens, asked.keys[asked.main.group]
+    first, whole = hit // size, len(keys) * size
+    start, state = 0, "hit"
+    for at, is_here in enumerate(map(asked.has, keys[first:]), first):
+        begins, then = max(hit, at * size), "here" if is_here else "missing"
+        if then != state:
+            yield from _stretch(start, begins, state)
+            start, state = begins, then
+    yield from _stretch(start, max(hit, whole), state)
+    yield from _stretch(max(hit, whole), prompt_tokens, "rest")
+
+
+def _stretch(start: int, end: int, state: Any) -> list[Stretch]:
+    return [Stretch(start, end, state)] if start < end else []
 
 
 def _served(home_path: Path) -> tuple[int, float | None]:

@@ -15,7 +15,7 @@ from live_children import SEED, Child, SpaceWatch
 from support.live_process import ProcessSettings
 from support.waits import WAIT_S, until
 
-from kvdisk.cli.top import TopReader
+from kvdisk.cli.frames import FrameReader
 from kvdisk.cli.verify import verify_store
 from kvdisk.device.telemetry_file import read_telemetry
 
@@ -53,7 +53,7 @@ def test_three_processes_share_a_store(seconds: float, tmp_path: Path) -> None:
     """Three engines under load; then one is killed, one stopped, and the third and a fourth go
     on."""
     store, seed = tmp_path / "store", SEED + int(seconds)
-    top = TopReader([store])
+    top = FrameReader([store])
     settings = ProcessSettings(str(store), seed=seed, blocks=40, windowed=True, resets=0.002, every_s=0.2)
     cap_bytes = settings.config().nvme_bytes
     assert cap_bytes is not None

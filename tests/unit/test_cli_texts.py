@@ -21,7 +21,13 @@ from kvdisk.cli.output import speed
 from kvdisk.device.telemetry_file import write_telemetry
 
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-NEEDED = {"check": ["{config}"], "size": ["--model", "{config}"], "replay": ["{config}"], "bench": ["{missing}"]}
+NEEDED = {
+    "web": ["{missing}", "--token-file", "{missing}"],
+    "check": ["{config}"],
+    "size": ["--model", "{config}"],
+    "replay": ["{config}"],
+    "bench": ["{missing}"],
+}
 """What a command takes instead of a store."""
 
 

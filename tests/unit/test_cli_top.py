@@ -18,7 +18,8 @@ import pytest
 from cli_stores import CAP, COMMAND, PLAIN, run_here
 from rich.console import Console
 
-from kvdisk.cli.top import Frame, RemoteFigures, TierFigures, TopReader, draw
+from kvdisk.cli.frames import Frame, FrameReader, RemoteFigures, TierFigures
+from kvdisk.cli.top import draw
 from kvdisk.device.home import Home
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import FIGURES_FILE, write_telemetry
@@ -72,8 +73,8 @@ class Engines:
         self.held.append(Store.open(self.path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP))
         return self.held[-1].path
 
-    def reader(self) -> TopReader:
-        return TopReader([self.path], clock=lambda: self.now)
+    def reader(self) -> FrameReader:
+        return FrameReader([self.path], clock=lambda: self.now)
 
 
 @pytest.fixture

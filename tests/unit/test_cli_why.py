@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from cli_stores import CAP, HYBRID, PLAIN, Model, json_of, refused, run, run_here
 from mass_stores import Layer
 
 from kvdisk.blocks import BlockKey, Slot, make_block_key
-from kvdisk.cli.why import chain_hashes
+from kvdisk.cli.why import chain_hashes, explain, parse_token_ids
 from kvdisk.device.store import Store
 from kvdisk.device.telemetry_file import write_telemetry
 from kvdisk.engine_store import describe_geometry
+from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.index.base import BlockRecord
 from kvdisk.stats import Stats
@@ -82,6 +84,27 @@ def test_where_a_hit_ends_and_why(path: Path) -> None:
         assert (found["found"]["hit_tokens"], found["prompt_tokens"]) == (hit, len(tokens)), words
         assert words in found["ends"] and not found["elsewhere"]
     assert answered(path, PROMPT, "--cache-salt", "x")["found"]["hit_tokens"] == 0
+
+
+def test_where_a_prompt_goes_is_told_part_by_part(path: Path) -> None:
+    layer = Layer(path, described(PLAIN, b"\x01" * 32))
+    put(layer, PROMPT[:64])
+    put(layer, PROMPT, first=5)
+    layer.leave()
+    for tokens, parts in (
+        (PROMPT, [(0, 64, "hit"), (64, 80, "missing"), (80, 96, "here"), (96, 100, "rest")]),
+        (PROMPT[:64], [(0, 48, "hit"), (48, 64, "here")]),
+        ([5] * 20, [(0, 16, "missing"), (16, 20, "rest")]),
+        ([5] * 3, [(0, 3, "rest")]),
+    ):
+        found = explain([path], tokens)
+        assert [(each.start_tokens, each.end_tokens, each.state) for each in found.path] == parts
+
+
+def test_what_are_no_tokens_is_said() -> None:
+    for text in ("", "one two", "[1, -2]", "[" * 100_000, "9" * 5000, "²", "5", '{"tokens": 5}', "1.5"):
+        with pytest.raises(ConfigError, match="what was pasted does not hold token ids"):
+            parse_token_ids(text, "what was pasted")
 
 
 def test_what_an_engine_does_not_serve_since_its_reset_would_not_hit(path: Path) -> None:

@@ -59,6 +59,7 @@ def test_a_measurement_runs_and_has_what_the_pages_name(one, places):
         ("compare_policies", "TRACE --families"),
         ("replay_states", "TRACE --room 30"),
         ("measure_offloading", "DIR --rounds 1 --divide 16"),
+        ("measure_web", "--dir DIR --engines 2 --blocks 3000 --seconds 2"),
         ("measure_units", "--requests 20 --families agents --trace TRACE"),
     ],
 )
@@ -69,6 +70,7 @@ def test_a_tool_that_writes_no_figures_runs(tool, arguments, places):
 
 
 SAYS = {
+    "measure_web": "with none: ",
     "compare_policies": "**trace**",
     "replay_states": "30 %  learned",
     "measure_offloading": "Chunks that hit",
@@ -110,6 +112,7 @@ ELSEWHERE = {
     "measure_codec": "unit/test_measure_codec.py",
     "measure_offloading": "unit/test_measures.py",
     "measure_units": "unit/test_measures.py",
+    "measure_web": "unit/test_measures.py",
     "mutate": "unit/test_mutate.py",
     "replay_states": "unit/test_measures.py",
 }

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.interpreted_triton import ROOT, lay_triton, paths
+from support.interpreted_triton import lay_triton, paths
+from support.laid import ROOT
 
 pytestmark = pytest.mark.torture
 

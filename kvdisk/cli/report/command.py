@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from kvdisk.cli.frames import LOCK_WAIT_S
 from kvdisk.cli.output import (
     AsJson,
     Exit,
@@ -27,8 +28,7 @@ from kvdisk.cli.output import (
     size,
 )
 from kvdisk.cli.report.page import MARK, page
-from kvdisk.cli.survey import survey_store
-from kvdisk.cli.top import LOCK_WAIT_S
+from kvdisk.cli.survey import Survey, survey_store
 from kvdisk.device.drives import list_directories
 from kvdisk.device.listing import list_owners
 from kvdisk.device.telemetry_file import TelemetryRecord, read_telemetry
@@ -63,8 +63,8 @@ def report(
     """
     with opening(directories) as paths:
         _check_target(target, force=force)
-        survey = survey_store(paths, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
-        data = page(survey, _records(paths)).encode()
+        survey, text = draw_report(paths)
+        data = text.encode()
         with new_file(target) as temporary:
             temporary.write_bytes(data)
     if as_json:
@@ -76,6 +76,12 @@ def report(
     if show and not webbrowser.open(target.resolve().as_uri()):
         typer.echo("kvdisk: no browser could be opened", err=True)
     raise typer.Exit(Exit.WRONG if survey.problems else Exit.FINE)
+
+
+def draw_report(directories: Sequence[Path]) -> tuple[Survey, str]:
+    """Return what is in a store, and the report of it. Raises as ``survey_store``."""
+    survey = survey_store(directories, prefixes=PREFIXES, prefixes_in_all=PREFIXES_IN_ALL, shared_only=False)
+    return survey, page(survey, _records(directories))
 
 
 def _records(directories: Sequence[Path]) -> list[TelemetryRecord]:

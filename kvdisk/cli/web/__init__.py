@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvdisk web``: what ``top``, ``report`` and ``why`` show, in a browser. Reads only."""
