@@ -27,7 +27,10 @@ PARTS = {
     "engine": (("test_engine.py",), "not gpu and not fake_gpu"),  # with two ranks
     "scheduler": (("test_scheduler_*.py",), WHICH),
     "start": (
-        tuple(f"test_{name}.py" for name in ("hooks", "metrics", "model_code", "model_files", "start", "switched_off")),
+        tuple(
+            f"test_{name}.py"
+            for name in ("hooks", "metrics", "model_code", "model_files", "start", "start_variables", "switched_off")
+        ),
         WHICH,
     ),
     "tier": (("test_hung_commits.py", "test_tier*.py"), WHICH),
