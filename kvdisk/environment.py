@@ -52,7 +52,7 @@ def transfer_of(environment: Mapping[str, str]) -> dict[str, Any] | None:
     found = variables(environment)
     if not found:
         return None
-    door = found.pop(DOOR, DOORS[0])
+    door = found.pop(DOOR, DOORS[0]).strip()
     if door not in DOORS:
         raise ConfigError(f"{DOOR} must be one of {', '.join(map(repr, DOORS))}, not {door!r}.")
     is_tier = door == "offloading"

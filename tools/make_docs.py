@@ -176,8 +176,11 @@ reads them where an engine's configuration is built.
 - **`KVDISK_DOOR=offloading`** takes the [other door](OFFLOADING.md): the tier's settings are
   variables then, and `KVDISK_CPU_BYTES` is vLLM's memory. `connector` is the default.
 - **`kvdisk check`** reads them where it is given no file. **`kvdisk start-args`** prints the JSON.
-- **Set them for each node** of an engine that runs on several. Engines, workers and Ray's actors
-  are sent the configuration, and look at no variable.
+- **A model that kvdisk refuses** is refused with variables, too. Start that server without them:
+  `env -u KVDISK_STORE_DIRS -u KVDISK_NVME_BYTES vllm serve MODEL`.
+- **Set them on each machine** of an engine with `--nnodes`. One without them stores nothing: then
+  nothing hits, and a prompt that comes back waits up to `lookup_wait_s` before it is computed.
+  Engines, workers and Ray's actors are sent the configuration, and look at no variable.
 
 | key | default | |
 |---|---|---|

@@ -4,7 +4,6 @@ two processes that share nothing but the network, with a store directory each.""
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import second_machine
-from engine_child import CONNECTOR, DEFAULTS_OF, STEADY, EngineChild, environment, vllm_device
+from engine_child import DEFAULTS_OF, STEADY, EngineChild, environment, vllm_device
 from torture_rounds import BLOCK_TOKENS, HERE
 
 from kvdisk.cli import verify
@@ -46,21 +45,25 @@ def _free_port() -> int:
 
 @contextmanager
 def _engine(model: Path, stores: list[Path], log: Path) -> Iterator[EngineChild]:
-    """An engine of two ranks, each of which knows its own machine's directory."""
+    """An engine of two ranks, each of which knows its own machine's directory: the first by its
+    arguments, the second by variables."""
     machines: dict[str, Any] = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": _free_port()}
     limits = LIMITS | machines | {"shutdown_timeout": 60}
     engine = EngineChild(
         model, log, layout="tp2", extra_config=_settings(stores[0]), env=HERE, wait=False, node_rank=0, **limits
     )
-    transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
-    transfer["kv_connector_extra_config"] = STEADY | _settings(stores[1])
+    settings = STEADY | _settings(stores[1])
+    variables = {f"KVDISK_{key.upper()}": str(value) for key, value in settings.items()}
     flags = DEFAULTS_OF[vllm_device()] | limits | {"node_rank": 1, "tensor_parallel_size": 2, "seed": 0}
     command = [sys.executable, second_machine.__file__, f"--model={model}", "--enforce-eager"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    command.append(f"--kv-transfer-config={json.dumps(transfer)}")
     with log.with_suffix(".second").open("ab") as second_log:
         second = subprocess.Popen(
-            command, stdout=second_log, stderr=second_log, env=environment("tp2", 1) | HERE, start_new_session=True
+            command,
+            stdout=second_log,
+            stderr=second_log,
+            env=environment("tp2", 1) | HERE | variables,
+            start_new_session=True,
         )
     threading.Thread(target=lambda: second.wait() and engine.kill(), daemon=True).start()  # else it waits for it
     try:

