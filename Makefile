@@ -62,7 +62,7 @@ test: check ## the checks and every short test that needs no GPU
 	@$(BIN)/python -m pytest $(ON_TWO_CORES) --timeout 1800 -m "not gpu and not fake_gpu and not torture"; code=$$?; \
 	[ -z "$(PYTEST_CODE_FILE)" ] || echo $$code >"$(PYTEST_CODE_FILE)"; exit $$code
 
-test-cuda: install-dev ## the CUDA path on PyTorch's CUDA build and a GPU of host memory; downloads 0.8 GB
+test-cuda: install-dev ## the CUDA path on PyTorch's CUDA build and a fake GPU; downloads 0.8 GB
 	$(call on_fake_gpu,not torture)
 
 torture-cuda: install-dev ## the long tests of the CUDA path, in parts with SHARD=1/2

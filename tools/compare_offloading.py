@@ -16,30 +16,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from connectors import Way, await_quiet, flip_bits, python_path, taken_bytes, ways_here
-from demo import WARM_UP, WORK, DemoError, build_model
+from compared_engines import ComparedEngines, drop_pages, hardware
+from connectors import Way, await_quiet, flip_bits, taken_bytes, ways_here
+from demo import WORK, DemoError, build_model
 from engine_child import CPU, NEAR_TIE, Answer, EngineChild, EngineError, agrees, vllm_device
-from machine import Machine
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from kvdisk.cli.model_kv import read_model
 
 MIB = 1 << 20
 GENERATED = 16
@@ -122,41 +116,18 @@ class Found:
     failed: str = ""
 
 
-class Comparison:
-    """Runs the ways. ``place``: a directory on the drive; what is made there is the caller's."""
+class Comparison(ComparedEngines):
+    """Runs the ways."""
 
     def __init__(self, options: argparse.Namespace, model: Path, place: Path) -> None:
-        self.options, self.place = options, place
-        self.model = place / "model"  # a copy: a trial changes its weights
-        shutil.copytree(model, self.model)
-        config = json.loads((self.model / "config.json").read_text())
-        vocabulary = config.get("vocab_size") or config["text_config"]["vocab_size"]
-        kv = read_model(self.model, dtype="float32" if vllm_device() == CPU else "bfloat16")
-        token_bytes = sum(kv.kv_heads * kv.head_elements * kv.element_bytes for _ in kv.windows)
+        super().__init__(model, place, eager=options.eager)
+        self.options = options
         self.cap_bytes = options.cap_mib * MIB
-        self.work = Work.make(options.lengths, options.prompts, self.cap_bytes, token_bytes, vocabulary)
+        self.work = Work.make(options.lengths, options.prompts, self.cap_bytes, self.token_bytes, self.vocabulary)
+        self.gpu_bytes = self.work.gpu_tokens * self.token_bytes + 64 * MIB
+        self.most_tokens = max(self.work.timed) + 2 * GENERATED
         self.right: dict[str, list[Answer]] = {}
         """Of vLLM alone, by what was asked."""
-
-    # -- engines -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def engine(self, name: str, transfer: dict[str, Any] | None = None) -> Iterator[EngineChild]:
-        """Start an engine that has answered a first request. Raises EngineError."""
-        how: dict[str, Any] = {} if transfer is None else {"kv_transfer_config": transfer}
-        needed = self.work.gpu_tokens * self.work.token_bytes + 64 * MIB
-        if vllm_device() != CPU:
-            how["enforce_eager"] = self.options.eager
-        with EngineChild(
-            self.model,
-            WORK / f"compared-{name.replace(' ', '-').replace(',', '')}.log",
-            env=python_path(),
-            kv_gib=-(-needed // (1 << 30)),
-            max_model_len=max(self.work.timed) + 2 * GENERATED,
-            **how,
-        ) as engine:
-            engine.generate([WARM_UP], 2)
-            yield engine
 
     def ask_in_turn(self, engine: EngineChild, found: Found, where: str) -> None:
         """Ask what is timed, one after the other, and compare the answers."""
@@ -253,30 +224,6 @@ class Comparison:
         """Those that are on their way to the drive when the engine is killed."""
         return self.work.much[-self.options.prompts :]
 
-    @contextmanager
-    def other_weights(self) -> Iterator[None]:
-        """Have other weights under the model's path: a layer's keys in another order."""
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
-        for path in sorted(self.model.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                names, metadata = sorted(file.keys()), file.metadata()
-                name = next((name for name in names if "k_proj.weight" in name or "qkv_proj.weight" in name), None)
-                if name is not None:
-                    tensors = {each: file.get_tensor(each) for each in names}
-                    break
-        else:
-            raise EngineError(f"{self.model} has no weights whose keys could be changed.")
-        kept = path.with_suffix(".kept")
-        tensors[name] = tensors[name].flip(0).contiguous()
-        path.rename(kept)
-        try:
-            save_file(tensors, path, metadata=metadata)
-            yield
-        finally:
-            kept.replace(path)
-
 
 # -- what is shown ---------------------------------------------------------------------------------
 
@@ -367,22 +314,6 @@ def verdict(found: Sequence[Found], cap_bytes: int) -> list[str]:
             if (one.drive_bytes or 0) > cap_bytes:
                 wrong.append(f"{one.way}: {one.drive_bytes:,} bytes on the drive, over the cap of {cap_bytes:,}.")
     return wrong
-
-
-def drop_pages() -> None:
-    """Let nothing come from the kernel's page cache, where that may be said."""
-    os.sync()
-    with suppress(OSError):
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-
-
-def hardware(place: Path) -> str:
-    """Return what the figures were measured on, in a sentence."""
-    sentence = Machine.here(place).sentence
-    if vllm_device() == CPU:
-        return f"vLLM's CPU build; {sentence}"
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    return f"{subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()}; {sentence}"
 
 
 def parse_options() -> argparse.Namespace:

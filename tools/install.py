@@ -148,7 +148,7 @@ class Installer:
 
     def install_fake_gpu(self, beside: Path) -> None:
         """Install PyTorch's CUDA build before the packages of another environment, and build the
-        GPU of host memory for it. Raises WheelMissingError where pip finds no such wheel."""
+        fake GPU for it. Raises WheelMissingError where pip finds no such wheel."""
         self._find_also(beside)
         for name, what in FAKE_GPU_PARTS.items():
             self._install_alone(name, what, apart=name == "cuda-headers")
@@ -159,7 +159,7 @@ class Installer:
         text = "\n".join([str(ROOT), *(path.read_text() for path in sources)])
         headers = self.venv / "cuda-headers" / "nvidia" / "cu13" / "include"
         command = [str(self.python), str(FAKE_GPU / "build.py"), str(headers)]
-        self._stamped("fake-gpu", "building the GPU of host memory", text, command)
+        self._stamped("fake-gpu", "building the fake GPU", text, command)
 
     def install_engines(self, beside: Path) -> None:
         """Install the packages of other engines, each into a directory of its own and without what
@@ -348,7 +348,7 @@ def main() -> int:
     parser.add_argument("--dev", action="store_true", help="also what the checks and tests need")
     parser.add_argument("--mutate", action="store_true", help="also what changes modules to try their tests")
     parser.add_argument("--docs", action="store_true", help="only what builds the documentation")
-    parser.add_argument("--fake-gpu", action="store_true", help="only a GPU of host memory beside --venv, for tests")
+    parser.add_argument("--fake-gpu", action="store_true", help="only a fake GPU beside --venv, for tests")
     parser.add_argument("--engines", action="store_true", help="only other engines' packages beside --venv, for tests")
     arguments = parser.parse_args()
     start_s = time.monotonic()
@@ -374,7 +374,7 @@ def main() -> int:
             installer.install("mutate", "what changes modules to try their tests")
     except WheelMissingError:
         what = "engine's package" if arguments.engines else "CUDA build of PyTorch"
-        where = "behind other engines" if arguments.engines else "on the GPU of host memory"
+        where = "behind other engines" if arguments.engines else "on the fake GPU"
         print(f"kvdisk: pip finds no {what} here, so that nothing runs {where}")
         return NO_WHEEL
     except InstallError as failure:

@@ -45,6 +45,7 @@ from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.tiers import Cleared, Tiers
+from kvdisk.manager.victims import Victims
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Plan, Report
 from kvdisk.remote.base import RemoteIndex
@@ -112,6 +113,7 @@ class TierManager:
         self._ages = Ages(parts, tiers)
         intake = Intake(parts, tiers, copies, self._ages)
         self._stores = StorePlanner(parts, tiers, store_policy, demand, self._hints, intake)
+        self._victims = Victims(parts, tiers, store_policy, demand, self._stores)
         self.blocks = BlockJobs(parts, tiers, demand, copies, self._hints, intake)
         self._settlement = Settlement(parts, tiers, self._stores, self._requests, self._remote, self._loads, copies)
 
@@ -154,7 +156,8 @@ class TierManager:
             request.prompt_tokens = prompt_tokens
             if request.forget_changed_keys():
                 self._demand.forget(request)
-                self._stores.keys_changed(request)
+                self._victims.keys_changed(request)
+                self._stores.forget(request)
 
     @uncollected
     def request_finished(self, request_id: str) -> None:
@@ -179,7 +182,7 @@ class TierManager:
             request = self._requests.get(request_id)
             if request is not None:
                 request.reset_wait()
-                job_id = self._stores.save(request, overwritten, now)
+                job_id = self._victims.save(request, overwritten, now)
                 if job_id is not None:
                     self._urgent.append(job_id)
                 if (
@@ -354,6 +357,7 @@ class TierManager:
         """What requests have computed may be wrong: what they compute from now on is stored
         again."""
         self._stores.reset()
+        self._victims.reset()
         for request in self._requests.values():
             request.forget_gpu_blocks()
 

@@ -2,31 +2,30 @@
 """What is stored: the store policy's offers are answered, and a job is planned for those taken.
 
 Offers come from three sides: what a running request has computed (``plan``), what a preemption
-takes away (``save``), and free blocks of the engine's cache (``plan_free``). ``Intake`` answers
+takes away (``Victims``), and free blocks of the engine's cache (``plan_free``). ``Intake`` answers
 them all. What finds no room is offered again after a back-off. Scheduler thread only.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
-from operator import itemgetter
+from itertools import compress
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, JobId, group_of, groups_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, groups_of, make_block_key
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.copies import Offers
 from kvdisk.manager.demand import Demand, Stretch
 from kvdisk.manager.free_units import FreeUnits
+from kvdisk.manager.gpu_offers import GpuOffers
 from kvdisk.manager.intake import Answer, Intake
 from kvdisk.manager.jobs import JobRecord, StoreSources
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
-from kvdisk.manager.requests import BackOff, BlockKeys, RequestState
+from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -50,11 +49,6 @@ class _Rest:
     put_off: Stretch | None = None
 
 
-_POSITION_AND_GROUP = itemgetter(1, 0)
-_STRETCH = 1024
-"""Blocks that are looked at together for whether there are any."""
-
-
 class StorePlanner:
     """Offers blocks to the first tier, and has their GPU blocks watched: ``sources``."""
 
@@ -73,12 +67,12 @@ class StorePlanner:
         self._target = tiers.first
         self._store_policy = store_policy
         self._demand = demand
+        self._offers = GpuOffers(parts)
         self.sources = StoreSources(parts.context)
         self._hints = hints
         self._intake = intake
         groups = parts.geometry.groups
-        self._block_tokens = [group.block_tokens for group in groups]
-        self._min_block_tokens = min(self._block_tokens)
+        self._min_block_tokens = min(group.block_tokens for group in groups)
         self._behind = {group.volatile_tokens for group in groups}
         """By how many tokens blocks become final behind the last that was computed."""
         self._prompt_only = any(group.prompt_only for group in groups)
@@ -92,7 +86,7 @@ class StorePlanner:
         states."""
         self._left_at = -1
         """``released`` when these were last offered."""
-        self._losses = 0
+        self.losses = 0
         """How often the GPU's blocks were lost."""
         self._work.open_when(Kind.LEFT, self._may_store_left)
         self._wrong_up_to = 0
@@ -145,7 +139,7 @@ class StorePlanner:
                     there = self._catalog.presences(keys[first:last])
                     positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
                 new += [(group.group, at) for at in positions]
-        request.due += self._in_order(new)
+        request.due += self._offers.in_order(new)
         states, request.states = request.states, []
         if states:
             self._use(states)
@@ -154,7 +148,7 @@ class StorePlanner:
         due, rest = request.due[:most], request.due[most:]
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
             due = [(group, at) for group, at in due if at < request.reached[group]]
-        answer = self._store(self._offers(request, due, block_ids), request, now)
+        answer = self.store(self._offers.of_request(request, due, block_ids), request, now)
         unserved = answer.unserved
         request.due = [*zip(unserved.groups, unserved.positions, strict=True), *rest]
         if answer.record is not None:
@@ -175,7 +169,7 @@ class StorePlanner:
         if not last_tokens:
             return
         ends = [
-            (group, request.reached[group.group], self._full_blocks(request, group, min(last_tokens, storable_tokens)))
+            (group, request.reached[group.group], self.full_blocks(request, group, min(last_tokens, storable_tokens)))
             for group in self._geometry.groups
             if group.state_tokens is None
         ]
@@ -196,7 +190,7 @@ class StorePlanner:
             is_told = not getattr(self._store_policy, "is_told_later", False)  # a user's own may not say it
             positions = self._reach_some(request, group, start, stop) if is_told else None
             rest = _Rest(request, group, request.held_blocks[group], positions, start, stop, used_at, put_off)
-            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest, self._losses))
+            self._work.add(Kind.PUT_OFF, (request, group), self._look_at_all(rest, self.losses))
 
     def _reach_some(self, request: RequestState, group: int, start: int, stop: int) -> Collection[int]:
         """Return what ``_reach`` does, of which positions are in it can be asked one by one."""
@@ -220,7 +214,7 @@ class StorePlanner:
         from where to where; of more than ``most`` the first, alike in all groups. They are reached
         then."""
         groups = self._geometry.groups
-        full = [self._full_blocks(request, group, storable_tokens) for group in groups]
+        full = [self.full_blocks(request, group, storable_tokens) for group in groups]
         starts = request.reached
         request.is_behind = sum(full) - sum(starts) > most
         stops = full
@@ -257,16 +251,20 @@ class StorePlanner:
                 self._demand.leave_state(request, keys[at])
                 if self._reach(request, group, at, at + 1):
                     left.append(FreeOffer(gpu_block, keys[at], request.parent(group, at)))
-        self._leave(self._store(self._free_offers(left, request.tenant), None, now).unserved)
+        self.leave(self.store(self._free_offers(left, request.tenant), None, now).unserved)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
-        if request.limits.store_limit_tokens is not None:
-            computed_tokens = min(computed_tokens, request.limits.store_limit_tokens)
-        if self._prompt_only:
-            return min(computed_tokens, request.first_prompt_tokens)
-        return computed_tokens if self._config.store_decode else min(computed_tokens, request.prompt_tokens)
+        tokens = self.allowed_tokens(request, computed_tokens)
+        return tokens if self._config.store_decode else min(tokens, request.prompt_tokens)
 
-    def _full_blocks(self, request: RequestState, group: GroupGeometry, storable_tokens: int) -> int:
+    def allowed_tokens(self, request: RequestState, tokens: int) -> int:
+        """Return of how many of a request's ``tokens`` the blocks may be stored, generated ones
+        too."""
+        if request.limits.store_limit_tokens is not None:
+            tokens = min(tokens, request.limits.store_limit_tokens)
+        return min(tokens, request.first_prompt_tokens) if self._prompt_only else tokens
+
+    def full_blocks(self, request: RequestState, group: GroupGeometry, storable_tokens: int) -> int:
         """Return how many blocks of a group are full, final and hashed, within
         ``storable_tokens``."""
         final_tokens = min(storable_tokens, max(0, request.held_tokens - group.volatile_tokens))
@@ -296,16 +294,16 @@ class StorePlanner:
         if request.due and not request.stale and comes:
             due = [(group, at) for group, at in request.due if at < request.reached[group]]
             due = due[: SHARES[Kind.LEFT].blocks]
-            offers = self._offers(request, due, request.held_blocks)
+            offers = self._offers.of_request(request, due, request.held_blocks)
             gpu_keys = [
                 request.keys[group].of_gpu(at) for group, at in zip(offers.groups, offers.positions, strict=True)
             ]
-            self._leave(offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys))
+            self.leave(offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys))
         if request.is_behind and not request.stale:
             storable_tokens = self._storable_tokens(request, request.held_tokens)
             for group in self._geometry.groups:
                 if group.state_tokens is None:
-                    stop = self._full_blocks(request, group, storable_tokens)
+                    stop = self.full_blocks(request, group, storable_tokens)
                     self._look_later(request, group.group, request.reached[group.group], stop, stop)
         self.forget(request)
 
@@ -318,7 +316,7 @@ class StorePlanner:
             start, stop = rest.start, min(rest.stop, rest.start + max(1, self._work.left(Kind.PUT_OFF) // looks))
             if rest.put_off is not None:
                 self._demand.go_on(rest.put_off, stop)
-            if losses == self._losses:
+            if losses == self.losses:
                 self._look_at(rest, stop)
             rest.start = stop
             yield (stop - start) * looks
@@ -341,19 +339,13 @@ class StorePlanner:
             if presence == ABSENT and key not in waiting and at in positions
         ]
         group = self._geometry.groups[rest.group]
-        offers = self._named_on_gpu(group, of_group, rest.blocks, at_all, request.tenant)
-        offers = offers.at(self._cached(offers))
+        offers = self._offers.named(group, of_group, rest.blocks, at_all, request.tenant)
+        offers = offers.at(self._offers.cached(offers))
         if offers.keys:
-            self._leave(self._store(offers, None, self._work.now).unserved)
+            self.leave(self.store(offers, None, self._work.now).unserved)
             self._left_at = self._state.released
 
-    def _cached(self, offers: Offers) -> list[int]:
-        """Return the places of those that nobody holds on the GPU whose blocks are what they were
-        there."""
-        block_of, each = self._context.get_block, zip(offers.gpu_blocks, offers.gpu_keys, strict=True)
-        return [at for at, (blocks, keys) in enumerate(each) if [block_of(block).key for block in blocks] == [*keys]]
-
-    def _leave(self, offers: Offers) -> None:
+    def leave(self, offers: Offers) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them: of more
         than a step looks at the newest."""
         most = SHARES[Kind.LEFT].blocks
@@ -367,8 +359,8 @@ class StorePlanner:
         while (left := self._left).keys:
             self._left_at, looked = self._state.released, len(left.keys)
             # One request may have left what another has left, too.
-            cached = {left.keys[at]: at for at in self._cached(left)}
-            unserved = self._store(left.at(list(cached.values())), None, self._work.now).unserved
+            cached = {left.keys[at]: at for at in self._offers.cached(left)}
+            unserved = self.store(left.at(list(cached.values())), None, self._work.now).unserved
             # What has an old copy there that is being dropped does not wait for room: a drive that
             # hangs may hold it for long, and no search would go on meanwhile.
             rows, states = self._catalog.find_all(unserved.keys), self._catalog.columns(self._target.tier).states
@@ -383,21 +375,12 @@ class StorePlanner:
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
         self._work.cancel(self)
-        if self._target.dirty is not None:
-            self._target.dirty.awaited.clear()
         self._left = Offers()
-        self._losses += 1
+        self.losses += 1
         self._wrong_up_to = self._transfers.planned
         self._store_policy.reset()
         if self._free_units is not None:
             self._free_units.clear()
-
-    def keys_changed(self, request: RequestState) -> None:
-        """A request has another prompt: forget what it has computed."""
-        if self._target.dirty is not None:
-            for group in range(len(request.keys)):
-                self._target.dirty.awaited.pop((request.request_id, group), None)
-        self.forget(request)
 
     def forget(self, request: RequestState) -> None:
         """Forget what a request has computed: it has ended, or begins anew."""
@@ -420,176 +403,21 @@ class StorePlanner:
                 record.job.moves[at] for at in failed if groups[record.details[at].group].state_tokens is not None
             ]
             if record.job.id > self._wrong_up_to:
-                self._leave(
-                    self._free_offers([FreeOffer(move.gpu_blocks[0], move.key, move.parent) for move in states])
-                )
+                self.leave(self._free_offers([FreeOffer(move.gpu_blocks[0], move.key, move.parent) for move in states]))
             self._offer_free_again([record.job.moves[at].key for at in failed])
             back_off = self._free_back_off
         elif request is not None:
             details = [record.details[at] for at in record.failed]
             # First: what follows them in the prompt would be left out as behind a gap.
-            again = self._in_order([(detail.group, detail.position) for detail in details if detail.position >= 0])
+            again = self._offers.in_order(
+                [(detail.group, detail.position) for detail in details if detail.position >= 0]
+            )
             request.due = again + request.due
             back_off = request.back_off
         else:
             return
         if not taken:
             back_off.refuse(released, now)
-
-    # -- preemption ----------------------------------------------------------------------------
-
-    def save(self, request: RequestState, overwritten: Collection[int], now: float) -> JobId | None:
-        """Plan the store of what a preempted request has lost; return its job, which is urgent, if
-        there is one.
-
-        Its blocks may be somebody else's by now. Of a long prompt the job has the head, and of the
-        tail, which the engine takes first, what it has taken, and what it can take in its next
-        step. Steps save what lies between, from its tail on, while the engine has it cached.
-        ``overwritten``: blocks that the step has written to by the time that the job can begin.
-        """
-        if request.stale or not request.held_blocks:
-            return None
-        storable_tokens = request.held_tokens
-        if request.limits.store_limit_tokens is not None:
-            storable_tokens = min(storable_tokens, request.limits.store_limit_tokens)
-        if self._prompt_only:
-            storable_tokens = min(storable_tokens, request.first_prompt_tokens)
-        saved: list[Sequence[int]] = []
-        for group in self._geometry.groups:
-            storable = self._full_blocks(request, group, storable_tokens)
-            saved.append(self._store_policy.preempted(request.request_id, group.group, storable))
-            # Generated tokens too, whose demand was not counted without ``store_decode``.
-            self._demand.reach(request, group.group, max(saved[-1], default=-1) + 1)
-        places, later = self._divide(request, saved)
-        offers = self._still_held(self._offers(request, places, request.held_blocks), request, overwritten)
-        self._work.spend(Kind.SAVES, len(offers.keys))
-        # Never offered again: they are overwritten before room comes free.
-        offers = offers._replace(positions=[-1] * len(offers.keys))
-        # The copies come before all else of the step: nobody has to watch the blocks.
-        record = self._store(offers, request, now, watched=False).record
-        for group, positions in zip(self._geometry.groups, later, strict=True):
-            if positions:
-                self._await_before(request.request_id, group, request.keys[group.group], positions, len(positions))
-                rest = self._save_rest(request, group, request.held_blocks[group.group], positions, self._losses)
-                self._work.add(Kind.SAVES, (request, group.group), rest)
-        request.forget_gpu_blocks()
-        return None if record is None else record.job.id
-
-    def _divide(
-        self, request: RequestState, saved: Sequence[Sequence[int]]
-    ) -> tuple[list[tuple[int, int]], list[Sequence[int]]]:
-        """Return which of a victim's blocks are saved at once, by group and position, and of each
-        group which are later, ascending. ``saved``: of each group all."""
-        groups, step = self._geometry.groups, self._geometry.alignment_tokens
-        most = max(self._work.left(Kind.SAVES), len(groups))
-        if not self._context.caches or sum(map(len, saved)) <= most:
-            return [(group.group, at) for group in groups for at in saved[group.group]], [() for _ in groups]
-        head_tokens = most // sum(step // group.block_tokens for group in groups) * step
-        places: list[tuple[int, int]] = []
-        later: list[Sequence[int]] = []
-        for group, positions in zip(groups, saved, strict=True):
-            first = bisect_left(positions, head_tokens // group.block_tokens)
-            stop = self._safe_until(request, group, positions, first)
-            places += [(group.group, at) for at in chain(positions[:first], positions[stop:])]
-            if not group.reads_all:
-                first = self._held_from(request, group, positions, first, stop)
-            later.append(positions[first:stop])
-        return places, later
-
-    def _safe_until(self, request: RequestState, group: GroupGeometry, positions: Sequence[int], first: int) -> int:
-        """Return up to which of a victim's blocks of a group, from the ``first`` on, the engine has
-        given none away, nor does in its next step. vLLM: it frees the tail first, and gives away
-        what it has freed first."""
-        keys, blocks = request.keys[group.group], request.held_blocks[group.group]
-        stop, size = len(positions), max(1, self._context.step_blocks // group.gpu_blocks)
-        while stop > first:
-            some = positions[max(first, stop - size) : stop]
-            offers = self._named_on_gpu(group, keys, blocks, some, 0)
-            stop = max(first, stop - size)
-            if len(self._cached(offers)) == len(offers.keys):
-                break
-        return stop
-
-    def _held_from(
-        self, request: RequestState, group: GroupGeometry, positions: Sequence[int], first: int, stop: int
-    ) -> int:
-        """Return from which on a victim may have had blocks of a window's group. vLLM: it has freed
-        all behind the window, the last first."""
-        each, blocks = group.gpu_blocks, request.held_blocks[group.group]
-        while stop > first:
-            start = max(first, stop - _STRETCH)
-            if not any(blocks[positions[start] * each : (positions[stop - 1] + 1) * each]):
-                break
-            stop = start
-        return stop
-
-    def _named_on_gpu(
-        self, group: GroupGeometry, keys: BlockKeys, blocks: Sequence[int], positions: Sequence[int], tenant: int
-    ) -> Offers:
-        """Return blocks of one group, as ``_offers_of`` does, that nobody may hold on the GPU when
-        they are stored, nor offers again."""
-        offers = self._offers_of(group.group, keys, blocks, positions, tenant)
-        gpu_keys = list(map(keys.of_gpu, offers.positions))
-        return offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys)
-
-    def _still_held(self, offers: Offers, request: RequestState, overwritten: Collection[int]) -> Offers:
-        """Return a victim's blocks without those that are ``overwritten``, and those that the
-        engine may have given away in earlier steps: that no token reads any more."""
-        # The table is noted again when the next block is full.
-        most_tokens = (request.held_tokens // self._min_block_tokens + 1) * self._min_block_tokens - 1
-        behind = [
-            0 if group.reads_all else group.first_read(most_tokens) // group.gpu_block_tokens
-            for group in self._geometry.groups
-        ]
-        if not overwritten and not any(behind):
-            return offers
-        kept: list[int] = []
-        for at, (group, position, blocks) in enumerate(
-            zip(offers.groups, offers.positions, offers.gpu_blocks, strict=True)
-        ):
-            left = max(0, behind[group] - position * len(blocks))
-            named = zip(blocks[:left], request.keys[group].of_gpu(position) if left else (), strict=False)
-            is_there = all(self._context.get_block(block).key == key for block, key in named)
-            if is_there and not any(block in overwritten for block in blocks):
-                kept.append(at)
-        return offers.at(kept)
-
-    def _save_rest(
-        self,
-        request: RequestState,
-        group: GroupGeometry,
-        blocks: Sequence[int],
-        positions: Sequence[int],
-        losses: int,
-    ) -> Work:
-        """Store a victim's blocks of a group from the tail on, while the engine has them cached.
-        ``blocks``: the group's table, as it was. ``losses``: of the GPU's blocks by then: none of
-        them may be stored after another."""
-        keys, end = request.keys[group.group], len(positions)
-        while end and losses == self._losses:
-            # At least as many as the engine may take in its next step.
-            most = max(self._work.left(Kind.SAVES), self._context.step_blocks // group.gpu_blocks)
-            start = max(0, end - most)
-            offers = self._named_on_gpu(group, keys, blocks, positions[start:end], request.tenant)
-            looked = max(1, len(offers.keys))
-            offers = offers.at(self._cached(offers))
-            if offers.keys:
-                self._leave(self._store(offers, None, self._work.now).unserved)
-            end = start
-            self._await_before(request.request_id, group, keys, positions, end)
-            yield looked
-
-    def _await_before(
-        self, request_id: str, group: GroupGeometry, keys: BlockKeys, positions: Sequence[int], end: int
-    ) -> None:
-        """Have those of a victim's blocks that are stored wait in the tier for those before them,
-        of which the first ``end`` come later: nothing is refused behind these meanwhile."""
-        dirty, name = self._target.dirty, (request_id, group.group)
-        if dirty is not None:
-            dirty.awaited.pop(name, None)
-            row = self._catalog.rows_by_key((keys[positions[end - 1]],))[0] if end else NONE
-            if row != NONE:
-                dirty.awaited[name] = row
 
     # -- free blocks ---------------------------------------------------------------------------
 
@@ -608,7 +436,7 @@ class StorePlanner:
         found = self._store_policy.free_offers(self._free_units or self._context)
         if not found:
             return
-        answer = self._store(self._free_offers(found), None, now)
+        answer = self.store(self._free_offers(found), None, now)
         if answer.record is not None:
             self._free_back_off.accept()
         if answer.unserved.keys:
@@ -665,55 +493,6 @@ class StorePlanner:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _in_order(self, places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return blocks, by group and position, in the order of their prompt over all groups."""
-        sizes = self._block_tokens
-        if len(set(sizes)) == 1:
-            return sorted(places, key=_POSITION_AND_GROUP)
-        return sorted(places, key=lambda place: ((place[1] + 1) * sizes[place[0]], place[0]))
-
-    def _offers(
-        self, request: RequestState, places: Iterable[tuple[int, int]], gpu_blocks: Sequence[Sequence[int]]
-    ) -> Offers:
-        """Return a request's blocks, by group and position, in the order of its prompt over all
-        groups; not those that are not all on the GPU."""
-        if len(self._geometry.groups) == 1:
-            positions = sorted({at for _, at in places})
-            return self._offers_of(0, request.keys[0], gpu_blocks[0], positions, request.tenant)
-        by_group: dict[int, list[int]] = {}
-        for group, at in sorted(set(places)):
-            by_group.setdefault(group, []).append(at)
-        offers = Offers()
-        for group, positions in by_group.items():
-            of_group = self._offers_of(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
-            offers = offers.and_then(of_group)
-        if len(by_group) > 1:
-            at_of = {place: at for at, place in enumerate(zip(offers.groups, offers.positions, strict=True))}
-            offers = offers.at([at_of[place] for place in self._in_order(at_of)])
-        return offers
-
-    def _offers_of(
-        self, group: int, keys: BlockKeys, table: Sequence[int], positions: Sequence[int], tenant: int
-    ) -> Offers:
-        """Return blocks of one group, whose positions ascend; not those that are not all on the
-        GPU. ``keys``, ``table``: the group's."""
-        blocks = self._gpu_blocks(group, table, positions)
-        if not all(blocks):
-            positions = list(compress(positions, blocks))
-            blocks = list(filter(None, blocks))
-        count = len(blocks)
-        named = keys.of(positions), keys.before(positions), ()
-        return Offers(*named, [group] * count, [tenant] * count, positions, blocks)
-
-    def _gpu_blocks(self, group: int, table: Sequence[int], positions: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the GPU blocks that some blocks of a group have; none of one that is not all
-        there. ``table``: the group's, 0: not there."""
-        each = self._geometry.groups[group].gpu_blocks
-        if each == 1:
-            return [(block,) if block else () for block in map(table.__getitem__, positions)]
-        found = (tuple(table[at * each : (at + 1) * each]) for at in positions)
-        return [blocks if all(blocks) else () for blocks in found]
-
     def _without_gaps(self, missing: Offers) -> Offers:
         """Return the missing blocks but for those behind one that no tier has, nor is offered: it
         was refused, or has left. No hit gets there."""
@@ -738,7 +517,7 @@ class StorePlanner:
         self._stats.add(f"refused_blocks.{why}", len(keys) - len(kept))
         return missing.at(kept)
 
-    def _store(self, offers: Offers, request: RequestState | None, now: float, *, watched: bool = True) -> Answer:
+    def store(self, offers: Offers, request: RequestState | None, now: float, *, watched: bool = True) -> Answer:
         """Plan a job for the offers that are missing and admitted, from the first on, as far as
         there is room.
 

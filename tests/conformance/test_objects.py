@@ -286,6 +286,7 @@ class TestMooncakeFailures(MooncakeCase):
         assert buffer == body
         assert not any(map(any, buffers)), "what was late came after all"
 
+    @pytest.mark.torture
     def test_a_node_that_is_killed_and_comes_back_empty(self, body) -> None:
         self.store.kill_node()
         try:
@@ -356,6 +357,7 @@ class TestMooncakeFailures(MooncakeCase):
         self.until(Result.OK, ObjectOp.GET, 1, buffer)
         assert buffer == body
 
+    @pytest.mark.torture
     def test_a_process_that_never_closes_its_store_ends_well_while_a_node_hangs(self, body) -> None:
         program = f"""
 import sys

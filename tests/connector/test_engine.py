@@ -201,6 +201,7 @@ def _check_metrics(engine: EngineChild, warm: Sequence[Answer]) -> None:
     assert ours["queued_jobs"] == ours["uncommitted_changes"] == 0, "an idle engine's gauges are of now"
 
 
+@pytest.mark.torture
 def test_units_of_two_blocks(tiny_llama, tmp_path):
     """Before and after a restart; the GPU's own hit ends within a unit."""
     store, unit_tokens = tmp_path / "store", 2 * BLOCK_TOKENS
@@ -311,6 +312,7 @@ def _answer(engine: EngineChild, prompts: list[list[int]]) -> tuple[list[list[in
     return tokens_of(answers), [answer.cached for answer in answers]
 
 
+@pytest.mark.torture
 def test_two_engines_share_two_drives_and_one_gets_new_weights(tiny_llama, tmp_path):
     log, drives = tmp_path / "log", [tmp_path / "one drive", tmp_path / "another"]
     store = {"store_dirs": [str(drive) for drive in drives], "nvme_bytes": "64MiB", "device": "posix"}

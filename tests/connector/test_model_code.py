@@ -58,6 +58,7 @@ def _lay(place: Path, files: dict[str, str]) -> Path:
     return place
 
 
+@pytest.mark.torture
 def test_another_text_of_a_plugins_model_is_another_model(tiny_llama, tmp_path):
     """The configuration, the weights and the class's name are the same."""
     place, prompt = _lay(tmp_path / "python", PLUGIN), random_prompt(1, 500)

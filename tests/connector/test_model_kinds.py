@@ -112,9 +112,9 @@ def test_kind(name, models, tmp_path):
         assert [answer.cached for answer in warm] == whole
         assert engine.metrics()["kvdisk_hit_tokens.nvme"] >= whole[0]
         assert tokens_of(_together(engine, many, 60)) == tokens_of(preempted), "victims come back"
-        # With nothing but states a request needs no more blocks as it grows.
         metrics = engine.metrics()
-        assert (metrics["num_preemptions"] > 0) == (kind.batched and name != "mamba2")
+        # With nothing but states a request needs no more blocks as it grows, and may be no victim.
+        assert metrics["num_preemptions"] > 0 or not kind.batched or name == "mamba2"
         assert metrics.get("spec_decode_num_accepted_tokens", 1) > 0, metrics
         assert tokens_of(_together(engine, batches)) == tokens_of(together)
         engine.drain()

@@ -170,6 +170,7 @@ def test_damage_resets_and_the_end_of_the_mover(tiny_llama, tmp_path):
     assert verify_store(store, CAP) > 100
 
 
+@pytest.mark.torture
 def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
     expected = answers_alone(tiny_llama)
     with start(tiny_llama, tmp_path, memory=3 << 20) as engine:
@@ -192,6 +193,7 @@ def test_a_mover_that_is_killed_under_load(tiny_llama, tmp_path):
         assert answers(engine)[0] == expected
 
 
+@pytest.mark.torture
 def test_two_hosts_that_share_a_bucket(tiny_llama, tmp_path, s3_server):
     """Each has a directory of its own: what the second one finds has gone through the bucket."""
     prompts, found = PROMPTS[:8], []

@@ -121,6 +121,7 @@ def serve_and_die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.torture
 def test_an_engine_that_is_killed_between_two_steps(make, tmp_path):
     call = "import pathlib, sys, test_tier_faults; test_tier_faults.serve_and_die(pathlib.Path(sys.argv[1]))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -245,6 +246,7 @@ def full_while_it_runs(drive: Path) -> None:
 SCENARIOS = (a_cap_larger_than_the_drive, full_at_the_start, full_while_it_runs)
 
 
+@pytest.mark.torture
 def test_on_a_full_drive():
     run_in_mounts_of_its_own(__file__)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/compare_offloading.py`` on real engines, small: it must see what the ``fs`` tier serves
-wrongly, and nothing wrong of kvdisk's doors."""
+"""``tools/compare_offloading.py`` and ``tools/compare_returning.py`` on real engines, small: they
+must see what the ``fs`` tier serves wrongly, and nothing wrong of kvdisk's doors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_offloading.py"
+RETURNING = TOOL.with_name("compare_returning.py")
 SIZES = ("--lengths", "256", "512", "--prompts", "2", "--cap-mib", "32")
 
 pytestmark = pytest.mark.torture
@@ -35,3 +36,20 @@ def test_what_is_served_wrongly_is_seen(tmp_path):
     assert found["memory"]["first_s"]["from memory"]
     assert "from the drive</text>" in picture.read_text()
     assert not list(tmp_path.glob("kvdisk-compared-*"))
+
+
+def test_users_who_return_with_more_than_the_memory(tmp_path):
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(RETURNING), "--dir", str(tmp_path), "--json", str(figures)]
+    sizes = ("--tokens", "256", "--memory-mib", "8", "--times", "2", "--only", "kvdisk", "kvdisk as tier", "memory, fs")
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["way"]: one for one in json.loads(figures.read_text())["found"]}
+    assert not any(one["failed"] for one in found.values()), done.stdout
+    for way in ("kvdisk", "kvdisk as tier"):
+        returned = found[way]["returned"]
+        assert returned["2"]["users"] == 8 and returned["2"]["loaded"] > 0.5
+        assert not any(one["wrong"] for one in returned.values())
+        assert not returned["other weights, same path"]["loaded"]
+    assert found["memory, fs"]["returned"]["2"]["users"] == 8
+    assert not list(tmp_path.glob("kvdisk-returning-*"))

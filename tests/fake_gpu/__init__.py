@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPU of host memory under torch's CUDA build; docs/FAKE_GPU.md says what it does."""
+"""The fake GPU, of host memory, under torch's CUDA build; docs/FAKE_GPU.md says what it does."""

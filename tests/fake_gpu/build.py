@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the GPU of host memory into the environment whose Python runs this: the libraries go where
+"""Builds the fake GPU into the environment whose Python runs this: the libraries go where
 torch's CUDA build looks for NVIDIA's, and a ``.pth`` file has each process load the kernels.
 
 ``python build.py HEADERS``: the folder that has ``cuda_runtime_api.h``, of the wheel

@@ -18,7 +18,7 @@ collect_ignore = [] if ON_FAKE_GPU else ["test_triton.py"]  # elsewhere there is
 @pytest.fixture(autouse=True, scope="session")
 def _needs_fake_gpu() -> None:
     if not ON_FAKE_GPU:
-        pytest.skip("it needs the GPU of host memory: make test-cuda")
+        pytest.skip("it needs the fake GPU: make test-cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own GPU worker and model runner V2, with kvdisk, on the GPU of host memory: the tokens are
+"""vLLM's own GPU worker and model runner V2, with kvdisk, on the fake GPU: the tokens are
 those of vLLM alone wherever the KV came from, and nothing races (``engines.GpuEngine``).
 
 Prompts are longer than a step, so that they are computed in chunks, and scheduling is asynchronous.

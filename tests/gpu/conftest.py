@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On the GPU of host memory each test is also one of what waits for what."""
+"""On the fake GPU each test is also one of what waits for what."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from kvdisk.manager.manager import TierManager
 from kvdisk.manager.questions import Questions
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.stores import StorePlanner
+from kvdisk.manager.victims import Victims
 
 SIZES = on.LONG_SIZES | on.LONG_VICTIMS
 
@@ -50,9 +51,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     watch(
         StorePlanner, "_next_blocks", lambda _, args, __: {"more was reached than a step looks at": args[0].is_behind}
     )
-    watch(
-        StorePlanner, "_divide", lambda _, __, answer: {"of a victim later steps save a part": any(map(len, answer[1]))}
-    )
+    watch(Victims, "_divide", lambda _, __, answer: {"of a victim later steps save a part": any(map(len, answer[1]))})
     watch(LoadJobs, "begin", lambda self, args, _: {"a load had several jobs": args[0].request_id in self.unplanned})
     watch(Demotions, "plan", lambda self, *_: {"a backlog was longer than a step's jobs": self.dirty.total})
     watch(

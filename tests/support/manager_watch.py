@@ -115,8 +115,8 @@ class ManagerWatch(Watch):
         self._budget_filled_s = self.engine.now
         self.engine.manager, self.engine.watch = self.parts.manager, self
         self.reads = ReadWatch(self.sizes, self.parts, self.engine)
-        self._store = self.parts.manager._stores._store
-        self.parts.manager._stores._store = self._watched_store  # type: ignore[method-assign]
+        self._store = self.parts.manager._stores.store
+        self.parts.manager._stores.store = self._watched_store  # type: ignore[method-assign]
         self._look_at = self.parts.manager._stores._look_at
         self.parts.manager._stores._look_at = self._watched_look  # type: ignore[method-assign]
         if isinstance(self.parts.cpu, WatchedCpuSpace):

@@ -259,7 +259,9 @@ def killed_at(step: int, *arguments: object) -> int:
         os._exit(99)
 
 
-@pytest.mark.parametrize(("command", "stride"), [(["prune", "--older-than", "5d"], 1), (["clear"], 3)])
+@pytest.mark.parametrize(
+    ("command", "stride"), [pytest.param(["prune", "--older-than", "5d"], 1, marks=pytest.mark.torture), (["clear"], 3)]
+)
 def test_whatever_step_it_dies_after_the_next_engine_starts_and_nothing_is_wrong(command, stride, tmp_path):
     is_prune = command[0] == "prune"
     whole = [tmp_path / "whole" / name for name in ("ab" if is_prune else "a")]

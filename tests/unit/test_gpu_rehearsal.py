@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch, *more: str) -> str:
     return done.stdout
 
 
-@pytest.mark.torture  # make test-cuda runs them on a GPU of host memory
+@pytest.mark.torture  # make test-cuda runs them on the fake GPU
 def test_they_pass_over_cpu_tensors(tmp_path, monkeypatch):
     found = gpu_report.read_tests(run(tmp_path, monkeypatch))
     assert found["failures"] == found["unended"] == [], found["last_lines"]

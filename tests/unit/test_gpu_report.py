@@ -42,7 +42,7 @@ SHAPES = {shape.name: shape for shape in (*gpu_measures.SHAPES, gpu_measures.MLA
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """A GPU of host memory, with GPUDirect."""
+    """Host memory for a GPU, with GPUDirect."""
     monkeypatch.setattr(copier, "CudaLanes", CpuLanes)
     monkeypatch.setattr(gpu_report, "gds_unavailable", lambda: None)
     monkeypatch.setattr(gpu_measures, "GdsDevice", lambda: AddressedDevice(PosixDevice()))
@@ -166,7 +166,9 @@ def turned(copy):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", ["gather", "scatter", "both"])
+@pytest.mark.parametrize(
+    "way", [*(pytest.param(way, marks=pytest.mark.torture) for way in ("gather", "scatter")), "both"]
+)
 @pytest.mark.parametrize("wrong", [lambda _: do_nothing, half, turned])
 def test_copies_that_do_nothing_or_half_or_mix_blocks_up_are_noticed(monkeypatch, shape, way, wrong):
     """Also where a scatter turns around what the gather did."""

@@ -128,8 +128,8 @@ def test_what_waits_for_room_is_not_offered_before_it_is_computed_again():
     bench = TierBench((2,))
     bench.add("aabbccdd", finishing=False)
     bench.step()
-    offered, plan = [], bench.manager._stores._store
-    bench.manager._stores._store = lambda offers, *rest: offered.extend(offers.positions) or plan(offers, *rest)
+    offered, plan = [], bench.manager._stores.store
+    bench.manager._stores.store = lambda offers, *rest: offered.extend(offers.positions) or plan(offers, *rest)
     (request,) = bench.manager._requests.values()
     assert len(request.due) == 2
     bench.parts.cpu.discard(*bench.catalog.rows_in(Tier.CPU))

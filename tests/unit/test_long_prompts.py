@@ -91,8 +91,8 @@ def test_of_a_long_prompt_that_finds_no_room_a_step_offers_a_part(geometry, monk
     lower_shares(monkeypatch, 14, Kind.REACHED, Kind.PUT_OFF)
     bench = TierBench((40 + 20 * len(geometry.groups),), geometry=geometry, gpu_blocks=2000, min_load_tokens=0)
     bench.manager._stores._context.step_blocks = 14  # what the fake engine computes in a step of 4 tokens, at most
-    offered, store = [], bench.manager._stores._store
-    bench.manager._stores._store = lambda offers, *rest, **also: (
+    offered, store = [], bench.manager._stores.store
+    bench.manager._stores.store = lambda offers, *rest, **also: (
         offered.append(len(offers.keys)) or store(offers, *rest, **also)
     )
     bench.serve(prompt_of(0))
@@ -428,13 +428,13 @@ def victim_of(bench: TierBench, prompt: str) -> int:
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many blocks each call of the store planner has offered."""
-    offered, store = [], StorePlanner._store
+    offered, store = [], StorePlanner.store
 
     def noted(planner, offers, *rest, **also):
         offered.append(len(offers.keys))
         return store(planner, offers, *rest, **also)
 
-    monkeypatch.setattr(StorePlanner, "_store", noted)
+    monkeypatch.setattr(StorePlanner, "store", noted)
     return offered
 
 

@@ -98,6 +98,7 @@ ELSEWHERE = {
     "bench_lmcache": "l2adapter/test_bench.py",
     "figure_pages": "unit/test_figures.py",
     "compare_offloading": "connector/test_torture_compare.py",
+    "compare_returning": "connector/test_torture_compare.py",
     "compare_policies": "unit/test_measures.py",
     "demo_store": "test_docs.py",
     "gpu_report": "unit/test_gpu_report.py",

@@ -123,7 +123,11 @@ def test_the_lists_of_tenants_are_lists(steps):
 
 @pytest.mark.parametrize("eviction", ["lru", "learned"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize(
+    "tiers",
+    [pytest.param(tiers, marks=() if name == "both" else pytest.mark.torture) for name, tiers in TIERS.items()],
+    ids=TIERS,
+)
 def test_who_floods_takes_its_share_and_no_more(tiers, geometry, eviction):
     """In every tier and size class, also where others have used theirs long ago; and after a
     restart, which finds on the drive whose each block is."""

@@ -51,7 +51,7 @@ def test_a_full_tier_is_asked_ever_less_often_until_something_is_taken(is_taken,
         record = JobRecord(Job(JobId(1), JobKind.STORE), [], None) if is_taken else None
         return Answer(record, unserved=offers.at(range(1, len(offers.keys))))
 
-    monkeypatch.setattr(planner, "_store", answered)
+    monkeypatch.setattr(planner, "store", answered)
     bench.engine.add("one", "aabbcc", 600)
     for _ in range(200):
         planner._state.released += 1

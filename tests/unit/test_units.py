@@ -34,9 +34,9 @@ def test_what_a_request_has_left_is_stored_only_while_all_of_it_is_cached(bench,
     stores, state = bench.manager._stores, bench.manager._requests[request.id]
     blocks = tuple(request.table[0][2:4])
     left = Offers([state.keys[0][1]], [state.keys[0][0]], gpu_blocks=[blocks], gpu_keys=[state.keys[0].of_gpu(1)])
-    assert stores._cached(left) == [0]
+    assert stores._offers.cached(left) == [0]
     bench.engine.pool.forget(blocks[lost])
-    assert stores._cached(left) == []
+    assert stores._offers.cached(left) == []
 
 
 @pytest.mark.parametrize("lost", range(5))
@@ -44,10 +44,10 @@ def test_of_a_victim_what_the_window_has_passed_is_looked_at_block_by_block(benc
     """At 15 tokens it reads from the eighth on: the second unit begins before that."""
     request = bench.add("aabbccddeeffggz")
     bench.step()
-    stores, state = bench.manager._stores, bench.manager._requests[request.id]
+    victims, state = bench.manager._victims, bench.manager._requests[request.id]
     bench.engine.pool.forget(request.table[1][lost])
-    offers = stores._offers(state, [(1, 0), (1, 1), (1, 2)], state.held_blocks)
-    kept = stores._still_held(offers, state, ()).positions
+    offers = victims._offers.of_request(state, [(1, 0), (1, 1), (1, 2)], state.held_blocks)
+    kept = victims._still_held(offers, state, ()).positions
     assert state.held_tokens == 15 and offers.positions == [0, 1, 2]
     assert (lost // 2 in kept) == (lost >= 3), "what is read is the victim's own"
     assert [at for at in kept if at != lost // 2] == [at for at in (0, 1, 2) if at != lost // 2]
@@ -57,9 +57,9 @@ def test_of_a_victim_what_the_window_has_passed_is_looked_at_block_by_block(benc
 def test_of_a_victim_no_unit_is_saved_a_block_of_which_is_written_to(bench, overwritten):
     request = bench.add("aabbccddeeffggz")
     bench.step()
-    stores, state = bench.manager._stores, bench.manager._requests[request.id]
-    offers = stores._offers(state, [(1, 0), (1, 1), (1, 2)], state.held_blocks)
-    kept = stores._still_held(offers, state, {request.table[1][overwritten]}).positions
+    victims, state = bench.manager._victims, bench.manager._requests[request.id]
+    offers = victims._offers.of_request(state, [(1, 0), (1, 1), (1, 2)], state.held_blocks)
+    kept = victims._still_held(offers, state, {request.table[1][overwritten]}).positions
     assert kept == [at for at in (0, 1, 2) if at != overwritten // 2]
 
 
