@@ -33,8 +33,6 @@ from rich.table import Table
 TABLE = "backends"
 OURS = "kvdisk"
 MIB = 1 << 20
-STORE_CAP_BYTES = 1 << 30
-"""kvdisk's cap where it is not what is tried."""
 FLIPPED_AT = 100
 ACT_S = 600.0
 WIDTH = 110
@@ -85,6 +83,10 @@ class Runner:
         own |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
         return [str(self._python), str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)], os.environ | own
 
+    def folder(self, engine: Engine, kind: str) -> Path:
+        """Return where a backend keeps its pages."""
+        return self.place / engine.package / kind
+
     def run(self, engine: Engine, tool: str, *arguments: object) -> Any:
         """Run a tool that takes ``--json`` to its end; return what it found. Raises DemoError."""
         told = self.place / "told.json"
@@ -93,12 +95,13 @@ class Runner:
             code = subprocess.run(command, env=environment, stdout=said, stderr=said, check=False).returncode
         return self._answer(told, code, tool)
 
-    def act(self, engine: Engine, kind: str, act: str, folder: Path, pages: int, cap_bytes: int) -> Any:
+    def act(self, engine: Engine, kind: str, act: str, pages: int, cap_bytes: int = 0) -> Any:
         """Have a process do one act with a backend; return what it found. One that stores is killed
         by ``kill -9`` afterwards. Raises DemoError."""
         told = self.place / "told.json"
-        order = {"backend": f"{engine.package}-{kind}", "act": act, "folder": str(folder), "pages": pages}
-        order |= {"cap_bytes": cap_bytes, "answer": str(told)}
+        backend, folder = f"{engine.package}-{kind}", str(self.folder(engine, kind))
+        order: dict[str, Any] = {"backend": backend, "act": act, "folder": folder}
+        order |= {"pages": pages, "cap_bytes": cap_bytes, "answer": str(told)}
         command, environment = self.command(engine, "engine_pages", json.dumps(order))
         with self.log.open("w") as said, subprocess.Popen(command, env=environment, stdout=said, stderr=said) as child:
             end_s = time.monotonic() + ACT_S
@@ -137,27 +140,24 @@ def flip_a_bit(folder: Path, head: bytes) -> None:
 
 def try_backend(runner: Runner, engine: Engine, kind: str, options: argparse.Namespace, record: Record) -> None:
     """Kill a process that has stored pages, flip a bit, and write more than a cap."""
-    folder, column = runner.place / engine.package / kind, engine.column(kind)
+    column = engine.column(kind)
 
     def add(row: str, value: float, unit: str = "") -> None:
         record.add(TABLE, row, column, [value], unit)
 
-    stored = runner.act(engine, kind, "store", folder, options.pages, STORE_CAP_BYTES)
+    stored = runner.act(engine, kind, "store", options.pages)
     add("pages stored", options.pages)
     add("a page", stored["page_bytes"] >> 10, "KiB")
-    add("found after kill -9", runner.act(engine, kind, "load", folder, options.pages, STORE_CAP_BYTES)["found"])
-    flip_a_bit(folder, bytes.fromhex(stored["heads"][options.pages // 2]))
-    flipped = runner.act(engine, kind, "load", folder, options.pages, STORE_CAP_BYTES)
-    add("loaded after a flipped bit", flipped["loaded"])
+    add("found after kill -9", runner.act(engine, kind, "load", options.pages)["found"])
+    flip_a_bit(runner.folder(engine, kind), bytes.fromhex(stored["heads"][options.pages // 2]))
+    flipped = runner.act(engine, kind, "load and write", options.pages, options.cap_mib * MIB)
+    add("loaded after a bit flip", flipped["loaded"])
     add("of these wrong", flipped["wrong"])
-    shutil.rmtree(folder)
-    cap_bytes = options.cap_mib * MIB
     add("written", round(1.5 * options.cap_mib), "MiB")
+    add("most on the drive", round(flipped["most_bytes"] / MIB), "MiB")
     if kind == OURS:
         add("its cap", options.cap_mib, "MiB")
-    written = runner.act(engine, kind, "write", folder, options.pages, cap_bytes)
-    add("most on the drive", round(written["most_bytes"] / MIB), "MiB")
-    shutil.rmtree(folder)
+    shutil.rmtree(runner.place / engine.package)
 
 
 def try_speed(runner: Runner, engine: Engine, options: argparse.Namespace, record: Record) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ COMMIT_S = 2.0
 PAGE_TOKENS = 256
 OBJECT_BYTES = 1 << 20
 SEGMENT_BYTES = 16 << 20
+STORE_CAP_BYTES = 1 << 30
+"""kvdisk's cap where it is not to be met."""
 
 
 @dataclass(frozen=True)
 class Order:
     """What one process does. ``act``: one of ``ACTS``. ``folder``: where the backend keeps its
-    pages. ``cap_bytes``: kvdisk's. ``answer``: the file for what was found."""
+    pages. ``cap_bytes``: kvdisk's, which is to be met. ``answer``: the file for what was found."""
 
     backend: str
     act: str
@@ -47,7 +49,11 @@ class Order:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of kvdisk beside the directory."""
-        return {"nvme_bytes": self.cap_bytes, "nvme_admission": "all", "segment_bytes": SEGMENT_BYTES}
+        return {
+            "nvme_bytes": self.cap_bytes or STORE_CAP_BYTES,
+            "nvme_admission": "all",
+            "segment_bytes": SEGMENT_BYTES,
+        }
 
 
 class Pages(ABC):
@@ -172,8 +178,9 @@ def batches_of(pages: int) -> Iterator[range]:
         yield range(start, min(pages, start + BATCH))
 
 
-def store_and_wait(pages: Pages, order: Order) -> dict[str, Any]:
+def store_and_wait(order: Order) -> dict[str, Any]:
     """Store all pages; then there is time to commit them. The process is to be killed."""
+    pages = BACKENDS[order.backend](order)
     for batch in batches_of(order.pages):
         pages.store(batch)
     time.sleep(COMMIT_S)
@@ -183,8 +190,9 @@ def store_and_wait(pages: Pages, order: Order) -> dict[str, Any]:
     }
 
 
-def load_all(pages: Pages, order: Order) -> dict[str, Any]:
+def load_all(order: Order) -> dict[str, Any]:
     """Look all pages up, load all, and compare each byte of what came."""
+    pages = BACKENDS[order.backend](order)
     found = loaded = wrong = 0
     for batch in batches_of(order.pages):
         found += pages.found(batch)
@@ -195,18 +203,20 @@ def load_all(pages: Pages, order: Order) -> dict[str, Any]:
     return {"found": found, "loaded": loaded, "wrong": wrong}
 
 
-def write_much(pages: Pages, order: Order) -> dict[str, Any]:
-    """Store one and a half times kvdisk's cap; return the most that the folder took of the
-    drive."""
-    most_bytes = 0
+def load_and_write(order: Order) -> dict[str, Any]:
+    """The same; then store one and a half times kvdisk's cap elsewhere. Return also the most that
+    this took of the drive."""
+    found = load_all(replace(order, cap_bytes=0))
+    order = replace(order, folder=order.folder.with_name(f"{order.folder.name}-capped"))
+    pages, most_bytes = BACKENDS[order.backend](order), 0
     for batch in batches_of(int(1.5 * order.cap_bytes / pages.page_bytes)):
         pages.store(batch)
         most_bytes = max(most_bytes, connectors.taken_bytes(order.folder))
     pages.close()
-    return {"most_bytes": most_bytes}
+    return found | {"most_bytes": most_bytes}
 
 
-ACTS = {"store": store_and_wait, "load": load_all, "write": write_much}
+ACTS = {"store": store_and_wait, "load": load_all, "load and write": load_and_write}
 
 
 def main(text: str) -> None:
@@ -214,7 +224,7 @@ def main(text: str) -> None:
     order = Order(**told | {name: Path(told[name]) for name in ("folder", "answer")})
     if order.backend.startswith("sglang"):
         import hicache  # noqa: F401 - before anything of SGLang
-    found = ACTS[order.act](BACKENDS[order.backend](order), order)
+    found = ACTS[order.act](order)
     beside = order.answer.with_suffix(".new")
     beside.write_text(json.dumps(found))
     beside.replace(order.answer)

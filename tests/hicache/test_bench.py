@@ -43,7 +43,7 @@ def test_the_demo_beside_both_engines_finds_what_it_is_about(tmp_path):
 
     columns = ["SGLang, its file backend", "SGLang, kvdisk", "LMCache, fs_native", "LMCache, kvdisk"]
     assert of("found after kill -9") == of("pages stored") == [8] * 4
-    assert of("loaded after a flipped bit") == [8, 7, 8, 7] and of("of these wrong") == [1, 0, 1, 0]
+    assert of("loaded after a bit flip") == [8, 7, 8, 7] and of("of these wrong") == [1, 0, 1, 0]
     theirs, ours, native, ours_again = of("most on the drive")
     assert max(ours, ours_again) <= 64 < min(theirs, native)
     assert len(of("store")) == len(of("load")) == 4 and min(of("store") + of("load")) > 0

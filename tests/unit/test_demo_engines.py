@@ -62,4 +62,4 @@ def test_one_bit_of_one_page_is_flipped(tmp_path):
 def test_without_the_packages_it_names_the_command(tmp_path):
     runner = Runner(Path(sys.executable), tmp_path)
     with pytest.raises(DemoError, match="make demo-engines"):
-        runner.act(SGLANG, "kvdisk", "store", tmp_path, 8, 1 << 30)
+        runner.act(SGLANG, "kvdisk", "store", 8)
