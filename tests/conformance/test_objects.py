@@ -591,6 +591,17 @@ class TestS3Torture(S3Case):
             small.kill()
 
 
+@pytest.mark.torture
+class TestS3CodedTorture(TestS3Torture):
+    """The same with objects that are coded."""
+
+    codec = PlanesCodec()
+
+    @pytest.fixture(autouse=True)
+    def _like_kv(self, monkeypatch) -> None:
+        monkeypatch.setitem(globals(), "make_bytes", shrinking)
+
+
 @pytest.mark.parametrize(
     ("url", "options", "said"),
     [

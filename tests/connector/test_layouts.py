@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -24,6 +25,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvdisk.connector import layout
 from kvdisk.connector.connector import KVDiskConnector
+from kvdisk.connector.kv_groups import element_bytes
 from kvdisk.connector.layout import layer_blocks
 from kvdisk.connector.sizes import geometry_of
 from kvdisk.geometry import HEADER_BYTES
@@ -104,6 +106,7 @@ def test_a_slot_has_the_same_bytes_however_the_engine_lays_blocks_out(make, layo
     )
     geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache)
     assert geometry.groups[0].payload_bytes == blocks.payload_bytes
+    assert geometry.groups[0].element_bytes == (2 if make is eighty_layers else 1), "the indexer's are bytes"
     expected = [payloads(group, caches, layout, block) for block in range(BLOCKS)]
     for straight in (False, True):
         for name in ("STRAIGHT_BYTES", "STRAIGHT_ROW_BYTES"):
@@ -178,3 +181,9 @@ def test_nothing_is_asked_for_elsewhere_or_beside_other_connectors(on_cuda, monk
     assert KVDiskConnector.get_required_kvcache_layout(config) == "BLNHC"
     on_cuda.is_cuda = lambda: False
     assert KVDiskConnector.get_required_kvcache_layout(config) is None
+
+
+def test_recurrent_states_have_no_one_size_of_element():
+    sizes = {"shapes": ((4, 8), (2, 16)), "dtypes": (torch.bfloat16, torch.float32)}
+    states = KVCacheGroupSpec(["states.0"], MambaSpec(block_size=16, **sizes))
+    assert element_bytes([states]) == element_bytes([states, eighty_layers()]) == 1

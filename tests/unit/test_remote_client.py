@@ -94,7 +94,9 @@ class Watched(PlanesCodec):
 
 @pytest.fixture
 def codec():
-    return Watched()
+    made = Watched()
+    yield made
+    made.goes_on.set()  # or Python would wait for its threads
 
 
 @pytest.fixture
