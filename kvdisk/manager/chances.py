@@ -31,7 +31,7 @@ BUCKETS: Final = 33
 _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(BUCKETS)])
 _WIDTHS: Final = np.diff(_EDGES)
 _LEARNT_EVERY: Final = (512, 4096)
-"""Blocks, at first and at most: a sixteenth of those that were counted."""
+"""Blocks, at first and at most: an eighth of those that were counted."""
 _OLD_COUNTS: Final = 8
 """Counts that are kept of what was wanted so long ago that it will be left out."""
 _PRIOR: Final = 5.0
@@ -130,7 +130,7 @@ class Chances:
             self._old.append((now, tick, reused))
         if len(self._past) > bounds.COUNTS:
             del self._past[1 : bounds.COUNTS // 2 : 2]
-        self.learns_at = now + min(max(_LEARNT_EVERY[0], now // 16), _LEARNT_EVERY[1])
+        self.learns_at = now + min(max(_LEARNT_EVERY[0], now // 8), _LEARNT_EVERY[1])
 
     def _draw(self) -> None:
         """Draw the curves of what was learnt last. Only once somebody asks: of a prompt with many
@@ -181,7 +181,8 @@ def _chances_of(risk: _Floats, wanted: _Floats) -> tuple[_Floats, _Floats]:
     all_risk, all_wanted = kind_risk.sum(2), kind_wanted.sum(2)
     chance, all_left = np.full(2, _FIRST_CHANCE), np.ones(2)
     kind_left, left, owns, lefts = np.ones(shape[1:3]), np.ones(shape[1:]), np.empty(shape), np.empty(shape)
-    for bucket in range(BUCKETS):
+    reached = int((all_risk + all_wanted).any(1).nonzero()[0].max(initial=-1)) + 1
+    for bucket in range(reached):
         weight = _FIRST_WEIGHT + _LEAST_LEFT * all_risk[bucket]
         chance = np.minimum(1.0, (all_wanted[bucket] + weight * chance) / (all_risk[bucket] * all_left + weight))
         all_left = np.maximum(all_left * (1.0 - chance), 1e-6)
@@ -195,4 +196,7 @@ def _chances_of(risk: _Floats, wanted: _Floats) -> tuple[_Floats, _Floats]:
         own = np.minimum(1.0, (wanted[bucket] + _TEMPO_PRIOR * likely) / (come + _TEMPO_PRIOR))
         lefts[bucket], owns[bucket] = left, own
         left = np.maximum(left * (1.0 - own), 1e-6)
+    for bucket in range(reached, BUCKETS):  # nothing says more than what came before
+        lefts[bucket], owns[bucket] = left, chance[:, None, None]
+        left = np.maximum(left * (1.0 - owns[bucket]), 1e-6)
     return owns, lefts

@@ -47,7 +47,7 @@ _ORIGIN_BEHIND: Final = bytes(
 _HAS_TEMPO: Final = bytes(origin != STATES for _ in range(USES + 1) for origin in range(_ORIGINS))
 """By a block's uses and origin: whether it has a tempo."""
 _TEMPO_CAP: Final = 251
-_TEMPO_OF: Final = bytes(max(1, min(TEMPOS - 1, ((code - 1) // 8 - 3) // 2 + 1)) if code else 0 for code in range(256))
+_TEMPO_OF: Final = bytes(max(1, min(TEMPOS - 1, ((code - 1) // 8 - 2) // 2 + 1)) if code else 0 for code in range(256))
 """By a tempo, in eighths of octaves (``_tempo_of``): its group, of two octaves from a second on."""
 NEW_STATE: Final = _CLASS_OF[_ORIGINS + STATES]
 """The class of a state that nobody has wanted since it came."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from kvdisk.blocks import make_block_key
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused, make_admission
+from kvdisk.manager.catalog import key_hash
 from kvdisk.manager.chances import CLASSES
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.requests import RequestState
@@ -154,6 +156,17 @@ def test_one_that_waits_is_read_ahead_for_loads_and_computes_counts_once():
     bench.finish()
     assert bench.stats["hit_blocks.cpu"] == 3
     assert [bench.manager._history.known(key)[0] for key in KEYS] == [2] * 3
+
+
+def test_a_request_comes_at_the_time_of_its_step_however_long_none_ran():
+    bench = TierBench((8,), ())
+    bench.serve(PROMPT)
+    bench.engine.now += 3600.0
+    bench.serve(PROMPT)
+    assert [bench.manager._history.known(key).ticks // 16 < 60 for key in KEYS] == [True] * 3
+    assert bench.manager._history.tick // 16 >= 3600
+    places = [bench.manager._history._find(key_hash(key))[0] for key in KEYS]
+    assert {bench.manager._history._tempos[place] for place in places} == {1 + int(8 * math.log2(1 + 16 * 3600))}
 
 
 def test_one_that_starts_again_after_a_reset_counts_anew():

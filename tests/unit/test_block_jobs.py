@@ -42,6 +42,17 @@ def kinds(history: ReuseHistory, keys: list[BlockKey]) -> set[int]:
     return {number // TEMPOS % ORIGINS for number in history.classes_of(keys)}
 
 
+def test_what_is_reached_by_key_is_reached_now(jobs):
+    """However long nobody has asked for a step."""
+    history, keys = jobs._demand._history, chain("chat", 6)
+    ticks = []
+    for now in (5000.0, 9000.0):
+        jobs.reached("one", keys, now)
+        assert {history.known(key).ticks for key in keys} == {0}
+        ticks.append(history.tick)
+    assert ticks[1] - ticks[0] == 4000 * 16
+
+
 @pytest.mark.parametrize("most", [bounds.CHAINS, 0])
 def test_a_second_turn_is_told_from_a_new_prompt(jobs, most, monkeypatch):
     monkeypatch.setattr(bounds, "CHAINS", most)
