@@ -78,7 +78,8 @@ class GroupGeometry:
     prompt, so that their hash does not determine their KV. ``state_tokens``: the group keeps
     recurrent states, about one in so many tokens. A block is then the state after its last token,
     and serves without the blocks before it, which is a window of 2. None: the group keeps KV.
-    ``least_bytes``: the least payload that a slot has room for.
+    ``least_bytes``: the least payload that a slot has room for. ``piece_bytes``: of a block that
+    lies in pieces in the engine's memory, the bytes of each; empty: it lies in one.
     """
 
     group: int
@@ -91,6 +92,12 @@ class GroupGeometry:
     state_tokens: int | None = None
     least_bytes: int = 0
     gpu_blocks: int = 1
+    piece_bytes: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The bytes of each piece in which a block lies in the engine's memory."""
+        return self.piece_bytes or (self.payload_bytes,)
 
     @property
     def gpu_block_tokens(self) -> int:
