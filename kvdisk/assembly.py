@@ -19,7 +19,7 @@ from kvdisk.blocks import Tier
 from kvdisk.config import Config, find_own
 from kvdisk.context import SchedulerContext
 from kvdisk.device.base import Device
-from kvdisk.device.control import is_store
+from kvdisk.device.control import JointCap, is_store
 from kvdisk.device.drives import check_directories, list_directories
 from kvdisk.device.gds import GdsDevice, gds_unavailable
 from kvdisk.device.home import Home
@@ -62,9 +62,7 @@ from kvdisk.worker.direct import choose_direct
 from kvdisk.worker.host_memory import Deployment, check_host_memory
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier import CudaCopier, CudaLanes, LayerBlocks
@@ -72,6 +70,7 @@ if TYPE_CHECKING:
     from kvdisk.worker.gpu_staging import GpuStaging
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.populate import Populating
+    from kvdisk.worker.row_memory import Rows
 
 logger = logging.getLogger("kvdisk")
 
@@ -254,13 +253,15 @@ def assemble_scheduler(
     context: SchedulerContext,
     identity: Identity | None,
     data_parallel_rank: int | None = None,
+    joint: JointCap | None = None,
 ) -> SchedulerHalf:
     """Build the scheduler's wing. With ``store_dirs``, take an engine store and fill the catalog
     from its index.
 
     ``identity``: None where there is neither an NVMe tier nor a remote store. One that is not known
     within IDENTITY_WAIT_S is taken in once it is. ``data_parallel_rank``: of this engine among
-    those with its settings; None where it is alone. Waits for the drive, so for the start only.
+    those with its settings; None where it is alone. ``joint``: what bounds its engine store
+    together with others. Waits for the drive, so for the start only.
     Where a drive refuses an engine store, the CPU tier serves alone. Raises ConfigError,
     StoreLocked, DeviceError.
     """
@@ -275,7 +276,9 @@ def assemble_scheduler(
         assert identity is not None
         store = Store.open(config.store_dirs)
         try:
-            engine_store = open_engine_store(store, parts, known or identity.guess, is_known=known is not None)
+            engine_store = open_engine_store(
+                store, parts, known or identity.guess, is_known=known is not None, joint=joint
+            )
             home = engine_store.home
             parts.state.fingerprint = home.fingerprint
             salts = _keep_salts(store, salts)
@@ -565,11 +568,9 @@ def assemble_worker(
     return WorkerHalf(mover, tuple(memory), populating)
 
 
-def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> WorkerHalf:
+def assemble_row_worker(config: Config, geometry: Geometry, memory: Rows | Sequence[Rows]) -> WorkerHalf:
     """Build the wing of an engine's only rank, whose blocks are rows of host memory, and start its
-    thread. Imports no torch.
-
-    ``rows``: uint8 (row count, row bytes). Raises ConfigError.
+    thread. ``memory``: see ``RowMemory``. Imports no torch. Raises ConfigError.
     """
     from kvdisk.worker.arena import Arena
     from kvdisk.worker.copier_base import RowCopier
@@ -577,10 +578,11 @@ def assemble_row_worker(config: Config, geometry: Geometry, rows: NDArray[np.uin
     from kvdisk.worker.mover import Mover
     from kvdisk.worker.populate import Populating
     from kvdisk.worker.resources import Resources
+    from kvdisk.worker.row_memory import RowMemory
 
     assert geometry.rank_count == 1 and config.cpu_bytes == 0, "rows are of one rank, without a CPU tier"
     check_host_memory(_host_bytes_of_rank(config, geometry, 1), Deployment(1))
-    copier = RowCopier(rows, [group.payload_bytes for group in geometry.groups])
+    copier = RowCopier(RowMemory(memory), [group.pieces for group in geometry.groups])
     with ExitStack() as undo:
         staging = Arena(geometry.slot_sizes, _host_staging_slots(config, geometry), pin=False)
         undo.callback(staging.close)

@@ -18,6 +18,7 @@ from typing import Any
 from kvdisk.blocks import in_record_s
 from kvdisk.config import Config
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, uses_charge_bytes
+from kvdisk.device.control import JointCap
 from kvdisk.device.home import Home
 from kvdisk.device.listing import latest_like
 from kvdisk.device.mounts import is_on_root
@@ -76,7 +77,9 @@ class EngineStore:
             logger.warning(text, error)
 
 
-def open_engine_store(store: Store, parts: Parts, named: Named, *, is_known: bool = True) -> EngineStore:
+def open_engine_store(
+    store: Store, parts: Parts, named: Named, *, is_known: bool = True, joint: JointCap | None = None
+) -> EngineStore:
     """Take over the fullest engine store of a namespace that nobody owns, or make one; its blocks
     are in the catalog then.
 
@@ -89,8 +92,9 @@ def open_engine_store(store: Store, parts: Parts, named: Named, *, is_known: boo
     An index that looked sound and cannot be read is rebuilt, once. A home that can never be rebuilt
     is deleted, and one that its drive does not let us rebuild now is left for the next start; then
     another one is taken. ``named``: what HOME shall say; unless ``is_known`` it is a guess, and the
-    namespace that was used last with this guess is assumed. Waits for the disk. Raises ConfigError,
-    StoreLocked, DeviceError.
+    namespace that was used last with this guess is assumed. ``joint``: what bounds it together
+    with others, beside ``nvme_bytes``. Waits for the disk. Raises ConfigError, StoreLocked,
+    DeviceError.
     """
     config, geometry = parts.config, parts.geometry
     assert config.nvme_bytes is not None
@@ -106,6 +110,7 @@ def open_engine_store(store: Store, parts: Parts, named: Named, *, is_known: boo
             index_bytes=layout.index_bytes,
             spread=geometry.hosts > 1,
             except_ids=left_alone,
+            joint=joint,
         )
         left_alone.add(home.id)
         try:

@@ -79,7 +79,8 @@ class GroupGeometry:
     recurrent states, about one in so many tokens. A block is then the state after its last token,
     and serves without the blocks before it, which is a window of 2. None: the group keeps KV.
     ``least_bytes``: the least payload that a slot has room for. ``element_bytes``: of one element
-    of the payload; 1 where they differ, or nobody knows.
+    of the payload; 1 where they differ, or nobody knows. ``piece_bytes``: of a block that lies in
+    pieces in the engine's memory, the bytes of each; empty: it lies in one.
     """
 
     group: int
@@ -93,6 +94,12 @@ class GroupGeometry:
     least_bytes: int = 0
     gpu_blocks: int = 1
     element_bytes: int = 1
+    piece_bytes: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The bytes of each piece in which a block lies in the engine's memory."""
+        return self.piece_bytes or (self.payload_bytes,)
 
     @property
     def gpu_block_tokens(self) -> int:

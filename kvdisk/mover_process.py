@@ -17,12 +17,12 @@ import re
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvdisk.assembly import assemble_row_worker
 from kvdisk.blocks import JobId
@@ -33,6 +33,7 @@ from kvdisk.errors import DeviceError, KvdiskError
 from kvdisk.geometry import Geometry
 from kvdisk.messages import JobResult, Plan, Reason, Report
 from kvdisk.worker.mover import Mover
+from kvdisk.worker.row_memory import Rows, arrays_of
 
 logger = logging.getLogger("kvdisk.worker")
 
@@ -72,7 +73,7 @@ class SharedRows(NamedTuple):
     row_count: int
 
     @classmethod
-    def of(cls, rows: NDArray[np.uint8]) -> SharedRows:
+    def of(cls, rows: Rows) -> SharedRows:
         """Find the file that an array is mapped from: one without a name will do, too. ``fd`` is
         the caller's, to close."""
         assert rows.ndim == 2 and rows.dtype == np.uint8 and rows.strides[1] == 1, (rows.shape, rows.strides)
@@ -96,7 +97,7 @@ class SharedRows(NamedTuple):
         (fd,) = found.values()
         return cls(fd, place.offset, rows.strides[0], row_bytes, count)
 
-    def mapped(self) -> NDArray[np.uint8]:
+    def mapped(self) -> Rows:
         """Map them, here."""
         memory = mmap.mmap(self.fd, self.offset + (self.row_count - 1) * self.pitch + self.row_bytes)
         shape, strides = (self.row_count, self.row_bytes), (self.pitch, 1)
@@ -141,11 +142,12 @@ class MoverProcess:
     """The parent's end. It has the face of a mover: see ``store.RowMover``. One thread at a time
     makes all calls but ``wait``.
 
-    ``rows``: see ``SharedRows``; they must live until ``close``. Waits for the start. Raises what
-    the process cannot start for: ConfigError, DeviceError.
+    ``memory``: rows, in one array or several, for each of which see ``SharedRows``; they must live
+    until ``close``. Waits for the start. Raises what the process cannot start for: ConfigError,
+    DeviceError.
     """
 
-    def __init__(self, config: Config, geometry: Geometry, rows: NDArray[np.uint8]) -> None:
+    def __init__(self, config: Config, geometry: Geometry, memory: Rows | Sequence[Rows]) -> None:
         remote_s = 0.0 if config.remote is None else config.remote_deadline_s
         self._answer_s = 2 * config.io_deadline_s + remote_s + GRACE_S
         self._out: dict[JobId, int] = {}
@@ -155,11 +157,14 @@ class MoverProcess:
         """How it has ended."""
         self._looked_s, self._unheard_s = time.monotonic(), 0.0
         self._report = Report()
-        with device_errors("looking in /proc for the file that vLLM's memory is"):
-            shared = SharedRows.of(rows)
-        with ExitStack() as undo, os.fdopen(shared.fd, "rb"):
+        with ExitStack() as undo, ExitStack() as files:
+            shared = []
+            with device_errors("looking in /proc for the file that the engine's memory is"):
+                for rows in arrays_of(memory):
+                    shared.append(SharedRows.of(rows))
+                    files.callback(os.close, shared[-1].fd)
             try:
-                self._child = ChildProcess(__name__, fds=[shared.fd])
+                self._child = ChildProcess(__name__, fds=[each.fd for each in shared])
             except OSError as error:
                 raise DeviceError(error.errno or errno.EIO, "the mover process cannot start") from error
             undo.callback(self._end)
@@ -316,7 +321,7 @@ def main(descriptor: int, parent: int) -> None:
     logging.basicConfig(handlers=[answers], level=logging.INFO)
     try:
         config, geometry, shared = pipe.receive()
-        parts = assemble_row_worker(config, geometry, shared.mapped())
+        parts = assemble_row_worker(config, geometry, [rows.mapped() for rows in shared])
     except (KvdiskError, OSError) as error:
         answers.send(error if isinstance(error, KvdiskError) else DeviceError(error.errno or errno.EIO, str(error)))
         return

@@ -23,16 +23,16 @@ from kvdisk.blocks import BlockKey
 from kvdisk.config import Config
 from kvdisk.errors import NoThread, start_thread
 from kvdisk.stats import Stats
-from kvdisk.store import BlockStore
+from kvdisk.store import BlockStore, JointCap
 from kvdisk.store_face import (
     BlockKind,
     BlockStoreFace,
     Ended,
     Get,
+    Memory,
     Presence,
     Put,
     Result,
-    Rows,
     StartMover,
     Usage,
     need,
@@ -94,11 +94,13 @@ class SharedStore:
         namespace: bytes,
         facts: Mapping[str, Any],
         kinds: Sequence[BlockKind],
-        memory: Rows,
+        memory: Memory,
         start_mover: StartMover | None = None,
+        joint_cap: JointCap | None = None,
     ) -> SharedStore:
         """Open a store; see ``BlockStore.open``. Raises what that raises, and NoThread."""
-        return cls(BlockStore.open(config, namespace, facts, kinds, memory, start_mover), config.lookup_wait_s)
+        store = BlockStore.open(config, namespace, facts, kinds, memory, start_mover, joint_cap)
+        return cls(store, config.lookup_wait_s)
 
     # -- jobs ------------------------------------------------------------------------------------
 

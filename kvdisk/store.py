@@ -26,6 +26,7 @@ from kvdisk.assembly import SchedulerHalf, assemble_row_worker, assemble_schedul
 from kvdisk.blocks import BlockKey, groups_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
+from kvdisk.device.control import JointCap
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
 from kvdisk.identity import Identity
@@ -46,14 +47,17 @@ from kvdisk.store_face import (
     CallCheck,
     Ended,
     Get,
+    Memory,
     Presence,
     Put,
     Result,
+    Row,
     RowMover,
     Rows,
     StartMover,
     Usage,
     need,
+    rows_of,
 )
 from kvdisk.worker.host_memory import Deployment
 
@@ -62,9 +66,12 @@ __all__ = [
     "BlockStore",
     "Ended",
     "Get",
+    "JointCap",
+    "Memory",
     "Presence",
     "Put",
     "Result",
+    "Row",
     "RowMover",
     "Rows",
     "StartMover",
@@ -97,6 +104,7 @@ def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
             kind.window_tokens,
             state_tokens=kind.state_tokens,
             element_bytes=kind.element_bytes,
+            piece_bytes=tuple(kind.piece_bytes),
         )
         for at, kind in enumerate(kinds)
     ]
@@ -110,11 +118,18 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
         raise ValueError(f"facts are JSON values: {error}") from error
 
 
+def _check_joint_cap(joint_cap: JointCap | None) -> None:
+    if joint_cap is not None:
+        name, nvme_bytes, member = joint_cap
+        need(isinstance(name, str) and bool(name) and isinstance(member, str), "a joint cap and its members have names")
+        need(type(nvme_bytes) is int and 0 < nvme_bytes < 1 << 62, "a joint cap is a number of bytes")
+
+
 class ThreadMover:
     """``RowMover`` on a thread of this process. Raises ConfigError where there is no memory for
     it."""
 
-    def __init__(self, config: Config, geometry: Geometry, memory: Rows) -> None:
+    def __init__(self, config: Config, geometry: Geometry, memory: Memory) -> None:
         self._parts = assemble_row_worker(config, geometry, memory)
 
     def submit(self, plan: Plan) -> None:
@@ -233,7 +248,6 @@ class BlockStore(BlockStoreFace):
         self,
         config: Config,
         geometry: Geometry,
-        row_count: int,
         check: CallCheck,
         parts: SchedulerHalf,
         mover: RowMover,
@@ -241,7 +255,6 @@ class BlockStore(BlockStoreFace):
         self._config = config
         self._payload_bytes = [group.payload_bytes for group in geometry.groups]
         self._check = check
-        self._row_count = row_count
         self._parts = parts
         self._turn = parts.mailbox.turn
         self._manager = parts.manager
@@ -270,20 +283,24 @@ class BlockStore(BlockStoreFace):
         namespace: bytes,
         facts: Mapping[str, Any],
         kinds: Sequence[BlockKind],
-        memory: Rows,
+        memory: Memory,
         start_mover: StartMover | None = None,
+        joint_cap: JointCap | None = None,
     ) -> BlockStore:
         """Open a store in ``config.store_dirs``, or take over what an earlier process has left
         there.
 
         ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
         same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
-        ``start_mover``: None: a thread of this process. The CPU tier of ``config`` is not used.
-        Waits for the drive. Raises ValueError, ConfigError, StoreLocked, DeviceError.
+        ``start_mover``: None: a thread of this process. ``joint_cap``: what bounds this store and
+        others, of any process and namespace, together, beside each one's ``nvme_bytes``. The CPU
+        tier of ``config`` is not used. Waits for the drive. Raises ValueError, ConfigError,
+        StoreLocked, DeviceError.
         """
         is_name = isinstance(namespace, bytes) and len(namespace) == FINGERPRINT_BYTES
         need(is_name, f"a namespace has {FINGERPRINT_BYTES} bytes")
-        return cls.open_for(config, Identity.certain(namespace, dict(facts)), kinds, memory, start_mover)
+        identity = Identity.certain(namespace, dict(facts))
+        return cls.open_for(config, identity, kinds, memory, start_mover, joint_cap)
 
     @classmethod
     def open_for(
@@ -291,13 +308,15 @@ class BlockStore(BlockStoreFace):
         config: Config,
         identity: Identity,
         kinds: Sequence[BlockKind],
-        memory: Rows,
+        memory: Memory,
         start_mover: StartMover | None = None,
+        joint_cap: JointCap | None = None,
     ) -> BlockStore:
         """As ``open``, for a namespace that may become known later: nothing is found or stored
         before."""
         check = CallCheck(kinds, memory)
         _check_facts(identity.guess.description)
+        _check_joint_cap(joint_cap)
         if not config.store_dirs:
             raise ConfigError("A block store needs store_dirs and nvme_bytes.")
         for path in config.store_dirs:  # of a Config that no mapping was read for
@@ -309,13 +328,13 @@ class BlockStore(BlockStoreFace):
         geometry = geometry_of(kinds)
         warn_of_file_systems(config)
         check_sizes(config, Deployment(1), geometry)
-        parts = assemble_scheduler(config, geometry, NoPool(), identity)
+        parts = assemble_scheduler(config, geometry, NoPool(), identity, joint=joint_cap)
         try:
             mover = (start_mover or ThreadMover)(config, geometry, memory)
         except BaseException:
             parts.close()
             raise
-        store = cls(config, geometry, len(memory), check, parts, mover)
+        store = cls(config, geometry, check, parts, mover)
         while parts.mailbox.rest():
             pass
         return store
@@ -381,7 +400,7 @@ class BlockStore(BlockStoreFace):
         job, count = self._new_job(tag, keys), len(keys)
         job.wait_s = wait_s
         tenants = [0] * count if not salts or not any(salts[0]) else list(map(self._salts.digest_of, salts[0]))
-        job.offers = Offers(keys, parents, (), groups_of(keys), tenants, range(count), list(zip(rows, strict=True)))
+        job.offers = Offers(keys, parents, (), groups_of(keys), tenants, range(count), list(map(rows_of, rows)))
         if len(known) < count:
             job.offers = job.offers.at(sorted({key: at for at, key in reversed(list(enumerate(keys)))}.values()))
 
@@ -393,7 +412,7 @@ class BlockStore(BlockStoreFace):
         if self._is_off or not blocks:
             return
         job.results = [Result.ABSENT] * len(blocks)
-        record, found = self._blocks.load(blocks, arrival)
+        record, found = self._blocks.load(keys, [rows_of(get.row) for get in blocks], arrival)
         if record is not None:
             job.records.append((record, found))
 
@@ -447,7 +466,7 @@ class BlockStore(BlockStoreFace):
     def _plan_puts(self, now: float) -> None:
         """Write what there is room for. The rest waits where room is coming: as long as its put has
         said, or not for long and not with too many rows, as others may need these more."""
-        left, waiting = max(1, int(ROOM_SHARE * self._row_count)), list[int]()
+        left, waiting = max(1, int(ROOM_SHARE * self._check.most_blocks)), list[int]()
         for job in self._jobs.values():
             if not job.offers.keys:
                 continue

@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 from numbers import Integral, Real
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey, make_block_key
 from kvdisk.config import Config
@@ -22,15 +22,40 @@ from kvdisk.geometry import EPOCH_LIMIT, Geometry
 from kvdisk.manager.events import Taken
 from kvdisk.messages import Plan, Report
 from kvdisk.stats import Stats
+from kvdisk.worker.row_memory import RowMemory, Rows, arrays_of
+
+__all__ = [
+    "MOST_HOLD_S",
+    "MOST_SALTS",
+    "BlockKind",
+    "BlockStoreFace",
+    "CallCheck",
+    "Ended",
+    "Get",
+    "Memory",
+    "Presence",
+    "Put",
+    "Result",
+    "Row",
+    "RowMover",
+    "Rows",
+    "StartMover",
+    "Usage",
+    "need",
+    "rows_of",
+]
 
 MOST_HOLD_S = 60.0
 """What ``BlockStoreFace.hold`` holds at most."""
 MOST_SALTS = 1 << 16
 """Salts that a store remembers, the last that were named."""
 
-Rows = NDArray[np.uint8]
-"""The caller's memory: a row for each block on its way, and each row's bytes beside each other.
-Rows lie at any regular distance. It stays the caller's, and must live until ``close``."""
+Memory = Rows | Sequence[Rows]
+"""The caller's memory: rows for the blocks on their way, and each row's bytes beside each other.
+Rows lie at any regular distance. Those of several arrays are numbered through, one array after the
+other. It stays the caller's, and must live until ``close``."""
+Row = int | Sequence[int]
+"""The row of a block, or of each of its pieces."""
 
 
 class BlockKind(NamedTuple):
@@ -41,7 +66,10 @@ class BlockKind(NamedTuple):
     for: kinds share the drive by their bytes a token. ``window_tokens``: only the last so many
     before a token are read for it. ``state_tokens``: it is a recurrent state, and one in so many
     tokens is kept; None: it is KV. ``element_bytes``: of one element, where all have as many;
-    1 where not, or it is not known. ``remote_codec`` goes by it, and nothing else.
+    1 where not, or it is not known. ``remote_codec`` goes by it, and nothing else. ``piece_bytes``:
+    of a block that lies in several rows, the bytes of each of them, ``payload_bytes`` together;
+    empty: it lies in one. On the drive pieces lie one behind the other, so that blocks of the same
+    bytes are found whatever their pieces.
     """
 
     payload_bytes: int
@@ -49,24 +77,32 @@ class BlockKind(NamedTuple):
     window_tokens: int | None = None
     state_tokens: int | None = None
     element_bytes: int = 1
+    piece_bytes: tuple[int, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The bytes of a block in each of its rows."""
+        return tuple(self.piece_bytes) or (self.payload_bytes,)
 
 
 class Put(NamedTuple):
-    """A block to keep: the bytes of ``row``. ``parent``: the block before it in its chain, without
-    which nobody asks for it; None: it is the first. A block leaves before its parent does.
-    ``salt``: whose it is, for ``usage``; "": nobody's. The drive has a digest of it."""
+    """A block to keep: the bytes of ``row``, or of the row of each of its pieces. ``parent``: the
+    block before it in its chain, without which nobody asks for it; None: it is the first. A block
+    leaves before its parent does. ``salt``: whose it is, for ``usage``; "": nobody's. The drive has
+    a digest of it."""
 
     key: BlockKey
     parent: BlockKey | None
-    row: int
+    row: Row
     salt: str = ""
 
 
 class Get(NamedTuple):
-    """A block to bring into ``row``. Where that fails the row may hold anything."""
+    """A block to bring into ``row``, or into the row of each of its pieces. Where that fails the
+    row may hold anything."""
 
     key: BlockKey
-    row: int
+    row: Row
 
 
 class Presence(IntEnum):
@@ -147,7 +183,7 @@ class RowMover(Protocol):
         touched afterwards. Idempotent."""
 
 
-StartMover = Callable[[Config, Geometry, Rows], RowMover]
+StartMover = Callable[[Config, Geometry, Memory], RowMover]
 
 
 def need(is_right: bool, what: str) -> None:
@@ -156,27 +192,47 @@ def need(is_right: bool, what: str) -> None:
         raise ValueError(what)
 
 
+def rows_of(row: Row) -> tuple[int, ...]:
+    """Return the row of each piece of a block, as a caller names them."""
+    return tuple(row) if isinstance(row, Iterable) else (row,)
+
+
 class CallCheck:
     """What callers may name in a store of these kinds and rows. Every store checks a call by it
     before the call changes anything. All its methods raise ValueError."""
 
-    def __init__(self, kinds: Sequence[BlockKind], memory: Rows) -> None:
-        is_array = isinstance(memory, np.ndarray) and memory.ndim == 2 and memory.dtype == np.uint8
-        need(is_array and memory.strides[1] == 1, "rows are rows of bytes: an array of uint8 with two dimensions")
-        need(memory.flags.writeable, "what is read comes into rows, so they can be written")
+    def __init__(self, kinds: Sequence[BlockKind], memory: Memory) -> None:
+        arrays = arrays_of(memory)
+        need(bool(arrays), "there is memory: one array of rows, or several")
+        for array in arrays:
+            is_array = isinstance(array, np.ndarray) and array.ndim == 2 and array.dtype == np.uint8
+            need(is_array and array.strides[1] == 1, "rows are rows of bytes: an array of uint8 with two dimensions")
+            need(array.flags.writeable, "what is read comes into rows, so they can be written")
         need(0 < len(kinds) <= _MOST_KINDS, f"there are 1 to {_MOST_KINDS:,} kinds of blocks")
-        need(all(0 < kind.payload_bytes <= memory.shape[1] for kind in kinds), "a row holds a block of any kind")
+        row_bytes = [array.shape[1] for array in arrays]
+        sizes = [size for kind in kinds for size in kind.pieces]
+        need(all(0 < size <= max(row_bytes) for size in sizes), "a row holds a block of any kind, or a piece of it")
+        are_whole = all(sum(kind.pieces) == kind.payload_bytes for kind in kinds)
+        need(are_whole, "the pieces of a block have its bytes together")
         spans = [span for kind in kinds for span in (kind.tokens, kind.window_tokens, kind.state_tokens)]
         need(all(span is None or span > 0 for span in spans), "a block stands for one token at least")
-        self._row_count = len(memory)
-        self._suffixes = {make_block_key(b"", kind) for kind in range(len(kinds))}
-        """What keys end with."""
+        self._memory = RowMemory(arrays)
+        self._pieces: dict[bytes, tuple[int, ...]]
+        self._pieces = {make_block_key(b"", at): kind.pieces for at, kind in enumerate(kinds)}
+        """By what a key ends with: the bytes of a block of its kind in each row."""
+        self._any_row = max(sizes) <= min(row_bytes) and all(len(kind.pieces) == 1 for kind in kinds)
+        """Whether any block has one row, and fits into any."""
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks of the kind with most pieces there are rows for."""
+        return len(self._memory) // max(map(len, self._pieces.values()))
 
     def keys(self, keys: Collection[BlockKey]) -> None:
         """Check keys."""
         need(set(map(type, keys)) <= _KEY_TYPES, "a key is bytes")
         need(max(map(len, keys), default=0) <= MAX_KEY_BYTES, f"a key has {MAX_KEY_BYTES} bytes at most")
-        need({key[-GROUP_BYTES:] for key in keys} <= self._suffixes, "a key of a kind that there is not")
+        need({key[-GROUP_BYTES:] for key in keys} <= self._pieces.keys(), "a key of a kind that there is not")
 
     def puts(self, blocks: Sequence[Put], wait_s: float | None) -> None:
         """Check blocks to put, and how long they may wait."""
@@ -185,7 +241,7 @@ class CallCheck:
         self.keys([block[0] for block in blocks])
         self.keys([block[1] for block in blocks if block[1] is not None])
         need(not any(block[0] == block[1] for block in blocks), "no block follows itself")
-        self._rows([block[2] for block in blocks])
+        self._rows([block[0] for block in blocks], [block[2] for block in blocks])
         need(all(isinstance(salt, str) for block in blocks for salt in block[3:]), "a salt is text")
 
     def gets(self, blocks: Sequence[Get], arrival: int) -> None:
@@ -193,12 +249,20 @@ class CallCheck:
         need(isinstance(arrival, Integral), "an arrival is a number")
         need(all(isinstance(block, tuple) and len(block) == 2 for block in blocks), "these are no Get values")
         self.keys([block[0] for block in blocks])
-        self._rows([block[1] for block in blocks])
+        self._rows([block[0] for block in blocks], [block[1] for block in blocks])
 
-    def _rows(self, rows: Sequence[int]) -> None:
-        are_numbers = set(map(type, rows)) <= _ROW_TYPES or all(isinstance(row, Integral) for row in rows)
-        need(are_numbers, "a row is a number")
-        need(min(rows, default=0) >= 0 and max(rows, default=0) < self._row_count, "a row that there is not")
+    def _rows(self, keys: Sequence[BlockKey], rows: Sequence[Row]) -> None:
+        numbers: Sequence[Any] = rows
+        sizes: list[int] = []
+        if not self._any_row or not set(map(type, rows)) <= _ROW_TYPES:  # else in less time
+            named, pieces = [rows_of(row) for row in rows], [self._pieces[key[-GROUP_BYTES:]] for key in keys]
+            need(list(map(len, named)) == list(map(len, pieces)), "a row is named for each piece of a block")
+            numbers, sizes = list(chain.from_iterable(named)), list(chain.from_iterable(pieces))
+            need(all(isinstance(row, Integral) for row in numbers), "a row is a number")
+        there = range(len(self._memory))
+        need(not numbers or (min(numbers) in there and max(numbers) in there), "a row that there is not")
+        is_long = not sizes or bool((self._memory.row_bytes(np.array(numbers)) >= sizes).all())
+        need(is_long, "a row is too short for its block")
 
     @staticmethod
     def epoch(epoch: int) -> None:

@@ -78,4 +78,5 @@ class Upkeep:
         try:
             self._home.mark_used()
         finally:  # a full drive, which cannot take the note, is what trimming helps against
-            self._store.trim(self._home.fingerprint, unused_s=ORPHAN_SPARED_S)
+            joint = self._home.record.joint_cap
+            self._store.trim(self._home.fingerprint, unused_s=ORPHAN_SPARED_S, joint=joint)

@@ -41,7 +41,8 @@ from kvdisk.cli.indexes import (
 from kvdisk.cli.output import engine_store, plural
 from kvdisk.cli.prefixes import PrefixTree, find_prefixes
 from kvdisk.device import paths
-from kvdisk.device.control import STORE_FILE
+from kvdisk.device.cap import bytes_allowed
+from kvdisk.device.control import STORE_FILE, JointCap
 from kvdisk.device.drives import Directories, list_directories
 from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header, scan_folders
 from kvdisk.errors import DeviceError, KvdiskError
@@ -92,7 +93,8 @@ class Home:
     """An engine store. ``owner``: "alive" while a process of its engine lives, otherwise "stopped".
 
     ``clean``: its last owner closed it in order; false while one lives. ``cap_bytes``: of its last
-    owner; it counts while that lives. ``read_run_bytes``: bytes of one rank that are read at a
+    owner; it counts while that lives. ``joint_cap``: what bounds it with others, as HOME says it.
+    ``read_run_bytes``: bytes of one rank that are read at a
     time, in the mean. ``drives``: the stores' ids of its drives. ``problems``: sentences.
     ``kind``: "whole": all is here; "spread": files of some ranks may be on other hosts; "guest": it
     has files of ranks on this host, and the index is in a "spread" one on another.
@@ -106,6 +108,7 @@ class Home:
     clean: bool | None
     ranks: int
     cap_bytes: int | None
+    joint_cap: dict[str, Any] | None
     allocated_bytes: int
     used_bytes: int | None
     blocks: int | None
@@ -329,6 +332,7 @@ def survey_home(read: ReadHome) -> Home:
         clean=record.clean if record else None,
         ranks=read.ranks,
         cap_bytes=record.cap_bytes if record else None,
+        joint_cap=record.joint_cap._asdict() if record and record.joint_cap else None,
         allocated_bytes=summary.allocated_bytes,
         used_bytes=used_bytes,
         blocks=count,
@@ -489,7 +493,9 @@ def _sums(homes: Sequence[Home]) -> dict[str, Any]:
 
 
 def _totals(homes: Sequence[Home]) -> Totals:
-    cap_bytes = sum(home.cap_bytes or 0 for home in homes if home.alive) or None
+    joint = [JointCap(**home.joint_cap) if home.joint_cap else None for home in homes]
+    live = [(home.cap_bytes or 0, cap) for home, cap in zip(homes, joint, strict=True) if home.alive]
+    cap_bytes = bytes_allowed(live) or None
     return Totals(
         namespaces=len({home.fingerprint for home in homes} - {None}),
         engine_stores=len(homes),

@@ -50,7 +50,7 @@ from kvdisk.geometry import Geometry
 from kvdisk.identity import Identity
 from kvdisk.mover_process import MoverProcess
 from kvdisk.stats import Stats
-from kvdisk.store import BlockKind, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store import BlockKind, Ended, Get, Memory, Presence, Put, Result, Rows
 from kvdisk.tier_settings import TierSettings
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self._rest()
             return None
 
-    def _start_mover(self, config: Config, geometry: Geometry, rows: Rows) -> MoverProcess:
+    def _start_mover(self, config: Config, geometry: Geometry, rows: Memory) -> MoverProcess:
         self._mover = MoverProcess(config, geometry, rows)
         return self._mover
 

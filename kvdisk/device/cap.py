@@ -5,15 +5,20 @@ The allocated bytes of all engine stores never exceed the caps of the engines th
 within 15 minutes. An owner's layout keeps within its own cap, so deleting engine stores without an
 owner can always make room. The index of a live owner grows without asking, and counts at its full
 size. ``store`` measures and deletes.
+
+Owners with a joint cap count as one owner with that cap, as long as one of them lives. What the
+others of them left counts against it, and makes room for them alone: they may be starting again,
+one after the other. See docs/decisions/0064-joint-cap.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdisk.device.control import HomeRecord
+from kvdisk.device.control import HomeRecord, JointCap
 from kvdisk.device.home_lock import HomeLock
 from kvdisk.geometry import uses_bytes_for
 
@@ -45,6 +50,23 @@ def reserve_bytes(record: HomeRecord, segments_bytes: int, index_bytes: int) -> 
 def uses_charge_bytes(slot_count: int) -> int:
     """Return the bytes that a USES file for so many slots can take beyond HOME_OVERHEAD_BYTES."""
     return max(0, uses_bytes_for(slot_count) - USES_OVERHEAD_BYTES)
+
+
+def joint_caps(live: Iterable[JointCap | None]) -> dict[str, int]:
+    """Return the bytes of each joint cap of live owners, by name: the least that one of them
+    says."""
+    found: dict[str, int] = {}
+    for joint in live:
+        if joint is not None:
+            found[joint.name] = min(joint.nvme_bytes, found.get(joint.name, joint.nvme_bytes))
+    return found
+
+
+def bytes_allowed(live: Iterable[tuple[int, JointCap | None]]) -> int:
+    """Return what live owners may have together. ``live``: the cap of each, and its joint one."""
+    live = list(live)
+    alone = sum(cap_bytes for cap_bytes, joint in live if joint is None)
+    return alone + sum(joint_caps(joint for _, joint in live).values())
 
 
 class Holding(NamedTuple):
@@ -84,11 +106,41 @@ class Stock:
         complete come before all others."""
         return sorted((home for home in self.homes if not home.live), key=lambda home: home.last_use_s)
 
+    @property
+    def _live_caps(self) -> list[tuple[int, JointCap | None]]:
+        return [(home.record.cap_bytes, home.record.joint_cap) for home in self.homes if home.live and home.record]
+
+    @property
+    def _joint_caps(self) -> dict[str, int]:
+        return joint_caps(joint for _, joint in self._live_caps)
+
     def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
-        """Return ``unowned`` in the order of deletion: those of this namespace after all others."""
-        return sorted(self.unowned, key=lambda home: bool(home.record and home.record.fingerprint == fingerprint))
+        """Return ``unowned`` in the order of deletion: those of this namespace after others, and
+        those that a joint cap of a live owner has room for after all."""
+        spared = self._joint_caps
+
+        def turn(home: Holding) -> tuple[bool, bool]:
+            record = home.record
+            joint = record and record.joint_cap
+            return bool(joint and joint.name in spared), bool(record and record.fingerprint == fingerprint)
+
+        return sorted(self.unowned, key=turn)
 
     def exceeds(self, needed_bytes: int) -> bool:
         """Return whether ``needed_bytes`` more would exceed the caps of the live owners."""
-        caps = sum(home.record.cap_bytes for home in self.homes if home.live and home.record)
-        return sum(home.charged_bytes for home in self.homes) + self.loose_bytes + needed_bytes > caps
+        charged = sum(home.charged_bytes for home in self.homes) + self.loose_bytes
+        return charged + needed_bytes > bytes_allowed(self._live_caps)
+
+    def of(self, joint: JointCap | None) -> list[Holding]:
+        """Return the engine stores of a joint cap."""
+        if joint is None:
+            return []
+        caps = [(home, home.record and home.record.joint_cap) for home in self.homes]
+        return [home for home, cap in caps if cap and cap.name == joint.name]
+
+    def exceeds_joint(self, joint: JointCap | None, needed_bytes: int) -> bool:
+        """Return whether ``needed_bytes`` more would exceed a joint cap."""
+        if joint is None:
+            return False
+        least = min(joint.nvme_bytes, self._joint_caps.get(joint.name, joint.nvme_bytes))
+        return sum(home.charged_bytes for home in self.of(joint)) + needed_bytes > least

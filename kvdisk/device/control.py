@@ -36,6 +36,9 @@ PLATFORM = "platform"
 scheduler's host alone."""
 _SELDOM_FIELDS = ("lineage", "guest")
 """Of HOME: written only where they say something."""
+JOINT_CAP = "joint_cap"
+"""In the description of a home: there an older kvdisk lets it be. Another field is damage to
+it."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 # A store whose maker died, and what a fresh file system holds, may become a store.
 _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "lost+found"})
@@ -48,6 +51,16 @@ class DriveName:
 
     store_id: str
     folder: str
+
+
+class JointCap(NamedTuple):
+    """The most bytes that several engine stores of one store have on its drives together: those of
+    this name, whether their owners live or not. ``member``: which of them this is. It takes over
+    what the same one left, and nothing of another."""
+
+    name: str
+    nvme_bytes: int
+    member: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,23 @@ class HomeRecord:
     def is_spread(self) -> bool:
         """Whether files of some ranks may be on other hosts."""
         return bool(self.lineage)
+
+    @property
+    def joint_cap(self) -> JointCap | None:
+        """What bounds this home together with others, beside its own cap; None: nothing does."""
+        said = self.description.get(JOINT_CAP)
+        if not isinstance(said, dict):
+            return None
+        name, count, member = said.get("name"), said.get("nvme_bytes"), said.get("member", "")
+        if not isinstance(name, str) or not isinstance(count, int) or not isinstance(member, str):
+            return None
+        return JointCap(name, count, member) if 0 < count < _NUMBER_LIMIT else None
+
+    def is_of_member(self, joint: JointCap | None) -> bool:
+        """Return whether an owner with this joint cap may take the home over: it is not another
+        member's."""
+        mine = self.joint_cap
+        return mine is None or joint is None or mine.member == joint.member
 
     def suits(self, fingerprint: bytes, description: dict[str, Any]) -> bool:
         """Return whether an engine of this fingerprint and description can read what the home

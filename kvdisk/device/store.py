@@ -42,10 +42,12 @@ from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
     INDEX,
+    JOINT_CAP,
     LOCK_FILE,
     SALT_KEY_FILE,
     STORE_FILE,
     HomeRecord,
+    JointCap,
     StoreRecord,
     home_ids,
     is_home_id,
@@ -97,9 +99,13 @@ LOCK_WAIT_S = 2.0
 """How long a worker, or a thread beside an engine, waits for the store lock."""
 TENDED_S = 20
 """How long after its last use a guest is noted as used again: one of its ranks suffices."""
+_LOOK_S = 0.05
 IN_USE_S = 300
 """How long after its last use a home that was not closed in order counts as in use, where no lock
 can say so. An owner notes its use every half minute."""
+JOINT_WAIT_S = 10.0
+"""How long a start waits for the end of the owner before, whose processes may be ending, where a
+joint cap has no room for another home."""
 MOST_AHEAD_S = 86_400
 """How far the clock of another machine, which has such a home in use, may be ahead of this one's.
 One that is behind by more than IN_USE_S cannot be told from one that has stopped."""
@@ -191,6 +197,7 @@ class Store:
         index_bytes: int = 0,
         spread: bool = False,
         except_ids: Collection[str] = (),
+        joint: JointCap | None = None,
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
 
@@ -199,11 +206,17 @@ class Store:
         complete, or that ``cap`` says must go for this one to fit; on a drive without room even for
         HOME others go too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the
         index may grow to. ``spread``: ranks may be on other hosts. ``except_ids``: homes that are
-        left alone. Raises StoreLocked, DeviceError.
+        left alone. ``joint``: what bounds this home and others together. Where that has no room
+        for another of this cap, and the same member lives, this waits for its end, up to
+        JOINT_WAIT_S. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
+        description.pop(JOINT_CAP, None)
+        if joint is not None:
+            description[JOINT_CAP] = joint._asdict()
+            self._await_end(fingerprint, description, joint, cap_bytes)
         with self._stock() as stock:
             stock.homes = [home for home in stock.homes if home.id not in except_ids]
             self._tell_of_other_machines(stock, fingerprint, description)
@@ -213,7 +226,7 @@ class Store:
                         logger.warning("kvdisk deletes engine store %s, whose HOME and HOME.tmp are damaged", home.id)
                     self._delete(stock, home)
             self._remove_loose(stock)
-            mine = self._choose(stock, fingerprint, description)
+            mine = self._choose(stock, fingerprint, description, joint)
             now_s, home_id = self.now_s(), uuid.uuid4().hex
             old = mine.record if mine else None
             record = HomeRecord(
@@ -232,6 +245,21 @@ class Store:
             )
             lock = self._own(stock, mine, home_id, record)
             return self._held(home_id, record, lock, None if mine is None else mine.id)
+
+    def _await_end(self, fingerprint: bytes, description: dict[str, Any], joint: JointCap, needed_bytes: int) -> None:
+        """Wait for the end of an owner whose home this one could take over, where there is no room
+        for another. Raises StoreLocked, DeviceError."""
+        end_s = time.monotonic() + JOINT_WAIT_S
+        while time.monotonic() < end_s:
+            with self._stock() as stock:
+                alike = [
+                    home.live
+                    for home in stock.of(joint)
+                    if home.record and home.record.suits(fingerprint, description) and home.record.is_of_member(joint)
+                ]
+                if not alike or not all(alike) or not stock.exceeds_joint(joint, needed_bytes):
+                    return
+            time.sleep(_LOOK_S)
 
     def _own(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> HomeLock:
         """Give a home, or a new one, this id and record; return its lock. Others go where there is
@@ -257,11 +285,16 @@ class Store:
                 when = f"{ago_s} s ago" if ago_s >= -AHEAD_S else f"by a clock that is {-ago_s} s ahead of this one"
                 logger.warning("kvdisk leaves engine store %s alone: another machine used it %s", home.id, when)
 
-    def _choose(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> Holding | None:
+    def _choose(
+        self, stock: Stock, fingerprint: bytes, description: dict[str, Any], joint: JointCap | None
+    ) -> Holding | None:
         fit = [
             (home.allocated_bytes, home.last_use_s, home)
             for home in stock.unowned
-            if home.record and home.record.suits(fingerprint, description) and serves(self.drives, home.record)
+            if home.record
+            and home.record.suits(fingerprint, description)
+            and home.record.is_of_member(joint)
+            and serves(self.drives, home.record)
         ]
         return max(fit, key=lambda found: found[:2])[2] if fit else None
 
@@ -276,7 +309,7 @@ class Store:
         stock.homes.append(
             Holding("", record, record.last_use_s, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1))
         )
-        self._trim(stock, record.fingerprint, 0)
+        self._trim(stock, record.fingerprint, 0, joint=record.joint_cap)
 
     def hold_home(self, home_id: str) -> Home:
         """Own an unowned home under its id, to look after its files. HOME stays as it is. Raises
@@ -500,15 +533,16 @@ class Store:
             total += sum(self._measure(folder.path) for folder in self.folders(home_id, record)[1:] if folder)
         return total
 
-    def trim(self, fingerprint: bytes, unused_s: int = 0) -> bool:
+    def trim(self, fingerprint: bytes, unused_s: int = 0, joint: JointCap | None = None) -> bool:
         """Delete unowned homes until all fit the live owners' caps; return whether they do.
 
         An owner may die between two segments, and its cap with it. Homes of ``fingerprint`` go
-        last; those used within ``unused_s`` stay, whose owner may be starting again. Any thread.
-        Raises StoreLocked where another process holds the store lock for long, DeviceError.
+        last; those used within ``unused_s`` stay, whose owner may be starting again. ``joint``: of
+        the owner that asks. Any thread. Raises StoreLocked where another process holds the store
+        lock for long, DeviceError.
         """
         with self._stock(LOCK_WAIT_S) as stock:
-            return self._trim(stock, fingerprint, 0, self.now_s() - unused_s)
+            return self._trim(stock, fingerprint, 0, self.now_s() - unused_s, joint)
 
     def tidy(self) -> None:
         """Remove the folders that no home names. Raises StoreLocked, DeviceError."""
@@ -571,7 +605,7 @@ class Store:
                     raise DeviceError(errno.ENOENT, f"{what}: the engine store is gone, or its HOME does not decode")
                 if mine.charged_bytes + needed_bytes > mine.record.cap_bytes:
                     raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
-                if not self._trim(stock, mine.record.fingerprint, needed_bytes):
+                if not self._trim(stock, mine.record.fingerprint, needed_bytes, joint=mine.record.joint_cap):
                     raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
                 if not self._has_room(stock, mine, folder, needed_bytes):
                     raise DeviceError(errno.ENOSPC, f"{what}: the drive has no room")
@@ -700,15 +734,26 @@ class Store:
             self._measured[folder] = paths.allocated_bytes(folder)
         return self._measured.get(folder, 0)
 
-    def _trim(self, stock: Stock, fingerprint: bytes, needed_bytes: int, unused_since_s: float = math.inf) -> bool:
+    def _trim(
+        self,
+        stock: Stock,
+        fingerprint: bytes,
+        needed_bytes: int,
+        unused_since_s: float = math.inf,
+        joint: JointCap | None = None,
+    ) -> bool:
         """Delete what broken deletions left, then unowned homes last used by ``unused_since_s``,
-        until ``needed_bytes`` more fit; return whether they do."""
+        until ``needed_bytes`` more fit, also within a joint cap; return whether they do."""
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
+        mine = [home.id for home in stock.of(joint)]
+        for home in stock.unowned:
+            if home.id in mine and stock.exceeds_joint(joint, needed_bytes) and home.last_use_s <= unused_since_s:
+                self._delete(stock, home)
         for home in stock.unowned_to_delete(fingerprint):
             if stock.exceeds(needed_bytes) and home.last_use_s <= unused_since_s:
                 self._delete(stock, home)
-        return not stock.exceeds(needed_bytes)
+        return not stock.exceeds(needed_bytes) and not stock.exceeds_joint(joint, needed_bytes)
 
     def _delete(self, stock: Stock, home: Holding) -> None:
         """Delete an unowned home. What cannot be deleted still counts, and is not taken over."""

@@ -178,11 +178,13 @@ class BlockJobs:
     # -- loads ---------------------------------------------------------------------------------
 
     @uncollected
-    def load(self, blocks: Sequence[tuple[BlockKey, int]], arrival: int) -> tuple[JobRecord | None, Sequence[int]]:
+    def load(
+        self, keys: Sequence[BlockKey], rows: Sequence[tuple[int, ...]], arrival: int
+    ) -> tuple[JobRecord | None, Sequence[int]]:
         """Plan a job that loads blocks into the caller's rows; return it (None: there is none), and
-        the positions of those that it brings, in the order of its moves. Nobody has the others."""
-        groups = groups_of([key for key, _ in blocks])
-        reads = [Read(key, None, (row,), group) for (key, row), group in zip(blocks, groups, strict=True)]
+        the positions of those that it brings, in the order of its moves. Nobody has the others.
+        ``rows``: of each block those of its pieces."""
+        reads = [Read(key, None, each, group) for key, each, group in zip(keys, rows, groups_of(keys), strict=True)]
         self._copies.pin_sources(reads)
         found = [at for at, read in enumerate(reads) if read.source is not None]
         if not found:

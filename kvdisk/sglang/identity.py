@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from kvdisk.model_identity import identity_of as model_identity_of
 from kvdisk.model_identity import vouched_namespace
 from kvdisk.sglang.versions import sglang_version
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FROM_FILES = frozenset(
     (
         *("auto", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "layered", "mistral", "npcache", "pt"),
@@ -130,20 +130,34 @@ def model_folder(name: str, revision: str | None, download_dir: str | None) -> P
         raise ConfigError(f"kvdisk needs the weight files of {name}, and does not find them: {_NAME_THEM}.") from error
 
 
-def layout_facts(storage: Any, pool: Any, rows: Any) -> dict[str, Any]:
-    """Return how the bytes of a page are laid out, and which part of the model they are."""
-    shape = ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim")
+def layout_facts(storage: Any, pools: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the bytes of a page are laid out, and which part of the model they are. ``pools``:
+    SGLang's host pools, by its names; ``rows``: what they are to kvdisk."""
+    first = next(iter(pools.values()))
+    return {
+        "pools": [[str(name), _pool_facts(pool, rows[name])] for name, pool in pools.items()],
+        # SGLang: every rank has the same bytes with MLA
+        "tensor_parallel": None if storage.is_mla_model else [storage.tp_rank, storage.tp_size],
+        "pipeline": [storage.pp_rank, storage.pp_size, first.start_layer, first.end_layer],
+    }
+
+
+_SHAPE = (
+    *("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim"),
+    *("num_mamba_layers", "conv_dtype", "conv_state_shapes", "temporal_dtype", "temporal_state_shape"),
+    *("indexer_dtype", "indexer_page_stride_size"),
+)
+"""What SGLang's host pools say of themselves, each of some."""
+
+
+def _pool_facts(pool: Any, rows: Any) -> dict[str, Any]:
     return {
         "layout": pool.layout,
         "dtype": str(pool.dtype),
         "page_tokens": rows.page_size,
-        "page_parts": rows.parts,
-        "part_bytes": rows.payload_bytes,
+        "piece_bytes": rows.piece_bytes,
         "format_tag": getattr(pool, "storage_format_tag", None),
-        "shape": {name: getattr(pool, name, None) for name in shape},
-        # SGLang: every rank has the same bytes with MLA
-        "tensor_parallel": None if storage.is_mla_model else [storage.tp_rank, storage.tp_size],
-        "pipeline": [storage.pp_rank, storage.pp_size, pool.start_layer, pool.end_layer],
+        "shape": {name: getattr(pool, name, None) for name in _SHAPE},
     }
 
 

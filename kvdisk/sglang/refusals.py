@@ -5,6 +5,7 @@ sentence."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from kvdisk.errors import ConfigError
@@ -49,27 +50,36 @@ def _is_multimodal() -> bool:
     return bool(is_multimodal_model(architectures))
 
 
-def refuse_pool(pool: Any) -> None:
-    """Raise ConfigError for a host pool that is not served."""
+def refuse_pool(name: str, pool: Any) -> None:
+    """Raise ConfigError for a host pool that is not served. ``name``: SGLang's for it."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+    from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    if type(pool) not in (MHATokenToKVPoolHost, MLATokenToKVPoolHost):
+    served = {
+        PoolName.KV: (MHATokenToKVPoolHost, MLATokenToKVPoolHost),
+        PoolName.SWA: (MHATokenToKVPoolHost,),
+        PoolName.MAMBA: (MambaPoolHost,),
+        PoolName.INDEXER: (DSAIndexerPoolHost,),
+    }
+    if type(pool) not in served.get(name, ()):
         raise ConfigError(
-            f"kvdisk keeps plain attention and MLA behind SGLang, and this model has a {type(pool).__name__}."
+            "kvdisk keeps attention, MLA, sliding windows, recurrent states and sparse attention's indexer behind"
+            f" SGLang, and this model has a {type(pool).__name__} for {name}."
         )
     device_pool = getattr(pool, "device_pool", None)
     if getattr(pool, "layer_shard_enabled", False) or getattr(device_pool, "layer_shard_enabled", False):
         raise ConfigError("kvdisk does not keep a cache whose layers are split over ranks.")
 
 
-def stores_of(storage: Any, *, is_remote: bool) -> int:
-    """Return how many ranks of this host may write to the drive, each to a store of its own.
-    ``is_remote``: a rank that only reads writes what it got from another host."""
-    from sglang.srt import runtime_context as context
+def refuse_together(storage: Any, names: Iterable[str]) -> None:
+    """Raise ConfigError for host pools that are not served beside each other."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    arguments = context.get_server_args()
-    # SGLang: rank 0 of a group writes for all with MLA
-    in_group = 1 if storage.is_mla_model and not is_remote else storage.tp_size
-    everywhere: int = in_group * storage.pp_size * max(1, int(getattr(arguments, "dp_size", 1) or 1))
-    return -(-everywhere // max(1, int(getattr(arguments, "nnodes", 1) or 1)))
+    if storage.is_mla_model and storage.tp_size > 1 and not {PoolName.KV, PoolName.INDEXER}.issuperset(names):
+        # SGLang: each rank has its own of these, beside KV and indexer that all share
+        raise ConfigError(
+            "kvdisk keeps recurrent states and sliding windows beside MLA with one tensor-parallel rank only."
+        )

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from kvdisk.blocks import BlockKey, Tier, group_of
 from kvdisk.manager.events import Journal, Taken
 from kvdisk.stats import Stats
@@ -17,13 +19,15 @@ from kvdisk.store_face import (
     CallCheck,
     Ended,
     Get,
+    Memory,
     Presence,
     Put,
     Result,
-    Rows,
     Usage,
     need,
+    rows_of,
 )
+from kvdisk.worker.row_memory import RowMemory, Rows
 
 _Blocks = Sequence[Put] | Sequence[Get]
 _Job = tuple[int, _Blocks, float]
@@ -33,12 +37,12 @@ class MemoryBlocks(BlockStoreFace):
     """Keeps up to ``most_blocks``, and evicts what was used longest ago. ``step`` begins jobs and
     ``poll`` ends them."""
 
-    def __init__(self, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int = 1 << 20) -> None:
+    def __init__(self, kinds: Sequence[BlockKind], memory: Memory, most_blocks: int = 1 << 20) -> None:
         self._check = CallCheck(kinds, memory)
         self._kinds = kinds
-        self._memory = memory
+        self._memory = RowMemory(memory)
         self._most_blocks = most_blocks
-        self._blocks: dict[BlockKey, bytes] = {}
+        self._blocks: dict[BlockKey, Rows] = {}
         """The blocks that are there, the one used longest ago first."""
         self._coming: set[BlockKey] = set()
         self._salts: dict[BlockKey, str] = {}
@@ -161,7 +165,7 @@ class MemoryBlocks(BlockStoreFace):
         return self._is_closed
 
     def _move(self, block: Put | Get) -> Result:
-        row = self._memory[block.row, : self._kinds[group_of(block.key)].payload_bytes]
+        kind, rows = self._kinds[group_of(block.key)], rows_of(block.row)
         if isinstance(block, Put):
             if block.key not in self._coming:  # it was deleted meanwhile
                 return Result.DONE
@@ -170,7 +174,9 @@ class MemoryBlocks(BlockStoreFace):
                 leaving = next((key for key in self._blocks if not self._is_held(key)), next(iter(self._blocks)))
                 del self._blocks[leaving]
                 self._note(False, [leaving])
-            self._blocks[block.key] = row.tobytes()
+            payload = np.empty(kind.payload_bytes, np.uint8)
+            self._memory.gather(rows, kind.pieces, payload)
+            self._blocks[block.key] = payload
             self._salts[block.key], self._parents[block.key] = block.salt, block.parent
             self._named.add(block.salt)
             self._note(True, [block.key])
@@ -178,7 +184,7 @@ class MemoryBlocks(BlockStoreFace):
         elif block.key not in self._blocks:  # a put has taken its room
             return Result.ABSENT
         else:
-            row[:] = memoryview(self._blocks[block.key])
+            self._memory.scatter(self._blocks[block.key], rows, kind.pieces)
             self._blocks[block.key] = self._blocks.pop(block.key)
             self._stats.add("loaded_blocks")
         return Result.DONE

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ import pytest
 
 from kvdisk.blocks import BlockKey
 from kvdisk.shared_store import Endings, SharedStore
-from kvdisk.store_face import BlockKind, BlockStoreFace, Get, Presence, Put, Result, Rows
-from kvdisk.testing.store_conformance import KINDS, ROWS, content_of, holds, key_of, make_rows
+from kvdisk.store_face import BlockKind, BlockStoreFace, Get, Memory, Presence, Put, Result, Rows
+from kvdisk.testing.store_conformance import (
+    KINDS,
+    KINDS_IN_PIECES,
+    ROWS,
+    InPieces,
+    content_of,
+    holds,
+    key_of,
+    make_rows,
+)
 
 SAFETY_S = 120.0
 """After so long a test gives up on what should have ended; no test waits for it to pass."""
@@ -66,14 +76,16 @@ class SharedStoreConformance(ABC):
     """The suite. A subclass says how to open a store that is shared then."""
 
     @abstractmethod
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Memory, most_blocks: int) -> BlockStoreFace:
         """Return an empty store, as ``BlockStoreConformance.open_store``; it need not have room
         yet."""
 
     @contextmanager
-    def opened(self, path: Path, memory: Rows, most_blocks: int = 1000) -> Iterator[SharedStore]:
+    def opened(
+        self, path: Path, memory: Memory, most_blocks: int = 1000, kinds: Sequence[BlockKind] = KINDS
+    ) -> Iterator[SharedStore]:
         """Open a store and close it after the test."""
-        store = SharedStore(self.open_store(path, KINDS, memory, most_blocks))
+        store = SharedStore(self.open_store(path, kinds, memory, most_blocks))
         try:
             yield store
         finally:
@@ -90,6 +102,24 @@ class SharedStoreConformance(ABC):
             rows[:] = 0
             assert get_all(store, [*keys[: ROWS - 1], key_of(ROWS)]) == [Result.DONE] * (ROWS - 1) + [Result.ABSENT]
             assert all(holds(rows, at, key, KINDS) for at, key in enumerate(keys[:-1]))
+
+    def test_brings_back_blocks_in_pieces(self, tmp_path: Path) -> None:
+        """Of several memories, from several threads."""
+        held = InPieces(make_rows(40), make_rows(50, 512, 0))
+        with self.opened(tmp_path, held.memory, kinds=KINDS_IN_PIECES) as store:
+            held.write()
+            puts = [Put(key, None, row) for key, row in zip(held.keys, held.rows, strict=True)]
+            assert list(store.put(puts, SAFETY_S).result(SAFETY_S)) == [Result.DONE] * 12
+            held.wide[:], held.narrow[:] = 7, 7
+
+            def load(at: int) -> None:
+                assert store.get([Get(held.keys[at], held.rows[at])]).result(SAFETY_S) == [Result.DONE]
+
+            in_threads(*(partial(load, at) for at in range(12)))
+            assert all(held.holds(at, row) for at, row in enumerate(held.rows))
+            assert (held.wide == 7).all()
+            with pytest.raises(ValueError, match="a row"):
+                store.get([Get(held.keys[0], 3)])
 
     def test_jobs_of_nothing_end(self, tmp_path: Path) -> None:
         """So do questions of nothing."""

@@ -19,11 +19,29 @@ import numpy as np
 import pytest
 
 from kvdisk.blocks import BlockKey, group_of, make_block_key
-from kvdisk.store_face import BlockKind, BlockStoreFace, Ended, Get, Presence, Put, Result, Rows
+from kvdisk.store_face import (
+    BlockKind,
+    BlockStoreFace,
+    Ended,
+    Get,
+    Memory,
+    Presence,
+    Put,
+    Result,
+    Row,
+    Rows,
+    rows_of,
+)
 
 KINDS = (BlockKind(10_000, tokens=16), BlockKind(3_000, tokens=16, window_tokens=64))
 ROW_BYTES = 12_345
 ROWS = 64
+KINDS_IN_PIECES = (
+    BlockKind(10_000, tokens=16, piece_bytes=(4_000, 1, 5_999)),
+    BlockKind(3_072, tokens=16, piece_bytes=(512,) * 6),
+    BlockKind(3_000, tokens=16),
+)
+"""In pieces that lie in rows of any length, in pieces that are rows side by side, and in one."""
 _MISUSE = "a row|a key|a kind|epoch|itself|in use|closed"
 """What an error says of what a caller does wrong."""
 _SAFETY_S = 120.0
@@ -41,9 +59,9 @@ def content_of(key: BlockKey, version: int = 0, size: int = ROW_BYTES) -> Rows:
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-def make_rows(count: int = ROWS) -> Rows:
+def make_rows(count: int = ROWS, row_bytes: int = ROW_BYTES, apart: int = 321) -> Rows:
     """Return rows that lie apart, at a distance that is not aligned, full of ones."""
-    return np.full((count, ROW_BYTES + 321), 1, np.uint8)[:, :ROW_BYTES]
+    return np.full((count, row_bytes + apart), 1, np.uint8)[:, :row_bytes]
 
 
 def run_until(store: BlockStoreFace, is_over: Callable[[], bool], ended: list[Ended]) -> None:
@@ -86,21 +104,63 @@ def holds(rows: Rows, at: int, key: BlockKey, kinds: Sequence[BlockKind], versio
     return bool(np.array_equal(rows[at, :size], content_of(key, version)[:size]))
 
 
+class InPieces:
+    """Two memories, of 40 long rows and of 50 that lie side by side, and blocks in pieces there.
+
+    ``wide``, ``narrow``: the memories. ``rows``: of each block.
+    """
+
+    def __init__(self, wide: Rows, narrow: Rows) -> None:
+        self.wide, self.narrow = wide, narrow
+        assert (len(wide), narrow.shape) == (40, (50, 512))
+        self.keys = [key_of(number, number % 3) for number in range(12)]
+        rows = {0: iter(range(39, 0, -1)), 1: iter(range(89, 40, -1))}
+        self.rows: list[Row] = [
+            next(rows[0]) if kind == 2 else tuple(next(rows[kind]) for _ in KINDS_IN_PIECES[kind].pieces)
+            for kind in map(group_of, self.keys)
+        ]
+
+    @property
+    def memory(self) -> tuple[Rows, Rows]:
+        """Both."""
+        return self.wide, self.narrow
+
+    def pieces(self, at: int, row: Row) -> Iterator[Rows]:
+        """Return where the pieces of a block are."""
+        for each, size in zip(rows_of(row), KINDS_IN_PIECES[at % 3].pieces, strict=True):
+            yield (self.wide[each] if each < 40 else self.narrow[each - 40])[:size]
+
+    def write(self) -> None:
+        """Write each block's bytes where its pieces are."""
+        for at, key in enumerate(self.keys):
+            content, end = content_of(key), 0
+            for piece in self.pieces(at, self.rows[at]):
+                piece[:] = content[end : end + len(piece)]
+                end += len(piece)
+
+    def holds(self, at: int, row: Row) -> bool:
+        """Whether a block's bytes are where its pieces are; fill these with sevens."""
+        found = np.concatenate(list(self.pieces(at, row)))
+        for piece in self.pieces(at, row):
+            piece[:] = 7
+        return bool(np.array_equal(found, content_of(self.keys[at])[: len(found)]))
+
+
 class BlockStoreConformance(ABC):
     """The suite. A subclass says how to open a store."""
 
     @abstractmethod
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Memory, most_blocks: int) -> BlockStoreFace:
         """Return an empty store, whose files (if it has any) go into the directory ``path``, and
         which holds about ``most_blocks`` of the first kind at most, and not much less."""
 
-    def make_rows(self, count: int = ROWS) -> Rows:
-        """Return rows for a store to move to and from; full of ones."""
-        return make_rows(count)
+    def make_rows(self, count: int = ROWS, row_bytes: int = ROW_BYTES, apart: int = 321) -> Rows:
+        """Return rows for a store to move to and from, so many bytes apart; full of ones."""
+        return make_rows(count, row_bytes, apart)
 
     @contextmanager
     def opened(
-        self, path: Path, memory: Rows, kinds: Sequence[BlockKind] = KINDS, most_blocks: int = 1000
+        self, path: Path, memory: Memory, kinds: Sequence[BlockKind] = KINDS, most_blocks: int = 1000
     ) -> Iterator[BlockStoreFace]:
         """Open a store and close it after the test."""
         store = self.open_store(path, kinds, memory, most_blocks)
@@ -137,6 +197,54 @@ class BlockStoreConformance(ABC):
                 assert holds(rows, 63 - at, key, KINDS)
                 assert (rows[63 - at, KINDS[group_of(key)].payload_bytes :] == 7).all()
             assert (rows[:44] == 7).all()
+
+    def test_brings_back_blocks_in_pieces(self, tmp_path: Path) -> None:
+        """Of several memories, into other rows than they were put from, and nothing beside it."""
+        held = InPieces(self.make_rows(40), self.make_rows(50, 512, 0))
+        with self.opened(tmp_path, held.memory, KINDS_IN_PIECES) as store:
+            held.write()
+            store.put(1, [Put(key, None, row) for key, row in zip(held.keys, held.rows, strict=True)])
+            assert finish(store, 1)[1].results == [Result.DONE] * 12
+            held.wide[:], held.narrow[:] = 7, 7
+            elsewhere: list[Row] = [*held.rows[3:], *held.rows[:3]]
+            elsewhere[1] = [40, 42, 41, 65, 64, 63]  # not of what was put
+            elsewhere[4], elsewhere[5] = map(
+                list, (rows_of(elsewhere[4]), rows_of(elsewhere[5]))
+            )  # any sequence will do
+            store.get(2, [Get(key, row) for key, row in zip(held.keys, elsewhere, strict=True)])
+            ended = finish(store, 2)[2]
+            assert ended.results == [Result.DONE] * 12
+            assert ended.moved_bytes == 4 * sum(kind.payload_bytes for kind in KINDS_IN_PIECES)
+            assert all(held.holds(at, row) for at, row in enumerate(elsewhere))
+            assert (held.wide == 7).all()
+            assert (held.narrow == 7).all()
+
+    @pytest.mark.parametrize(
+        ("kind", "row"),
+        [
+            (0, 3),
+            (0, (3, 4)),
+            (0, (3, 4, 5, 6)),
+            (0, (3, 4, 90)),
+            (0, (3, 4, -1)),
+            (0, (3, 4, 0.5)),
+            (0, (3, 4, 41)),
+            (0, "345"),
+            (2, (3, 4)),
+            (2, 41),
+            (2, None),
+        ],
+    )
+    def test_wrong_pieces_are_an_error(self, tmp_path: Path, kind: int, row: Any) -> None:
+        """A row for each piece, and long enough for it."""
+        held = InPieces(self.make_rows(40), self.make_rows(50, 512, 0))
+        with self.opened(tmp_path, held.memory, KINDS_IN_PIECES) as store:
+            with pytest.raises(ValueError, match=_MISUSE):
+                store.put(1, [Put(key_of(1, kind), None, row)])
+            with pytest.raises(ValueError, match=_MISUSE):
+                store.get(1, [Get(key_of(1, kind), row)])
+            store.put(1, [Put(held.keys[0], None, held.rows[0])])
+            assert finish(store, 1)[1].results == [Result.DONE]
 
     def test_keeps_recurrent_states(self, tmp_path: Path) -> None:
         """Beside the KV that they belong to, which is a little larger."""
@@ -289,6 +397,11 @@ class BlockStoreConformance(ABC):
         for kinds in ([], [BlockKind(0)], [BlockKind(-1)], [BlockKind(ROW_BYTES + 1)]):
             with pytest.raises(ValueError, match="kind"):
                 self.open_store(tmp_path, kinds, rows, 100)
+        with pytest.raises(ValueError, match="there is memory"):
+            self.open_store(tmp_path, KINDS, [], 100)
+        for pieces in ((60, 30), (60, 50), (0, 100), (ROW_BYTES + 1,)):
+            with pytest.raises(ValueError, match=r"pieces of a block|a piece of it"):
+                self.open_store(tmp_path, [BlockKind(100, piece_bytes=pieces)], rows, 100)
         for kind in (BlockKind(100, 0), BlockKind(100, 1, 0), BlockKind(100, 1, None, -1)):
             with pytest.raises(ValueError, match="one token"):
                 self.open_store(tmp_path, [kind], rows, 100)
@@ -394,8 +507,8 @@ class BlockStoreConformance(ABC):
                     for block, result in zip(blocks, ended.results, strict=True):
                         if isinstance(block, Get) and result is Result.DONE:
                             assert block.key in put
-                            assert holds(rows, block.row, block.key, KINDS)
-                    free.update(block.row for block in blocks)
+                            assert holds(rows, rows_of(block.row)[0], block.key, KINDS)
+                    free.update(row for block in blocks for row in rows_of(block.row))
                     seen += 1
 
     # -- what a lookup finds -----------------------------------------------------------------------

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvdisk.geometry import HEADER_BYTES
 from kvdisk.worker.arena import SlotMemory
+from kvdisk.worker.row_memory import RowMemory
 
 
 class Event(Protocol):
@@ -80,17 +81,16 @@ class Copier(Protocol):
 
 
 class RowCopier:
-    """``Copier`` of blocks that are rows of host memory, one to a slot. It copies at once, on the
-    mover's thread.
+    """``Copier`` of blocks that are rows of host memory, or several rows each. It copies at once,
+    on the mover's thread.
 
-    ``rows``: uint8 (row count, row bytes). ``payload_bytes``: by KV-cache group, the bytes of a
-    block, from the row's start; what is behind them is left alone.
+    ``pieces``: by KV-cache group, how many bytes of each row of a block are its, from the row's
+    start; what is behind them is left alone.
     """
 
-    def __init__(self, rows: NDArray[np.uint8], payload_bytes: Sequence[int]) -> None:
-        assert all(count <= rows.shape[1] for count in payload_bytes), "a block is larger than its row"
-        self._rows = rows
-        self._payload_bytes = tuple(payload_bytes)
+    def __init__(self, memory: RowMemory, pieces: Sequence[Sequence[int]]) -> None:
+        self._memory = memory
+        self._pieces = tuple(map(tuple, pieces))
 
     def thread(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -106,15 +106,20 @@ class RowCopier:
         """See ``Copier``: nothing is ever under way."""
 
     def gather(self, group: int, blocks: Sequence[int], slots: Slots, after: Event | None = None) -> Event:  # noqa: ARG002
-        for row, index in zip(blocks, slots.indices, strict=True):
-            self._payload(slots, index, group)[:] = self._rows[row, : self._payload_bytes[group]]
+        sizes = self._pieces[group]
+        for at, index in enumerate(slots.indices):
+            rows = blocks[at * len(sizes) : (at + 1) * len(sizes)]
+            self._memory.gather(rows, sizes, self._payload(slots, index, sizes))
         return Passed()
 
     def scatter(self, group: int, slots: Slots, blocks: Sequence[int], after: Event | None = None) -> Event:  # noqa: ARG002
-        for row, index in zip(blocks, slots.indices, strict=True):
-            self._rows[row, : self._payload_bytes[group]] = self._payload(slots, index, group)
+        sizes = self._pieces[group]
+        for at, index in enumerate(slots.indices):
+            rows = blocks[at * len(sizes) : (at + 1) * len(sizes)]
+            self._memory.scatter(self._payload(slots, index, sizes), rows, sizes)
         return Passed()
 
-    def _payload(self, slots: Slots, index: int, group: int) -> NDArray[np.uint8]:
+    @staticmethod
+    def _payload(slots: Slots, index: int, sizes: Sequence[int]) -> NDArray[np.uint8]:
         slot = slots.memory.view(slots.size_class, index)
-        return np.frombuffer(slot, np.uint8, self._payload_bytes[group], HEADER_BYTES)
+        return np.frombuffer(slot, np.uint8, sum(sizes), HEADER_BYTES)

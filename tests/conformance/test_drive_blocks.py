@@ -23,15 +23,18 @@ from support.drive_blocks import FACTS, NAMESPACE, bytes_for, gated_device, make
 from support.waits import until
 
 from kvdisk.blocks import BlockKey, Tier
+from kvdisk.cli.survey import survey_store
 from kvdisk.config import Config
 from kvdisk.device import store as device_store
 from kvdisk.device.segment import segment_path
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import HEADER_BYTES, slot_offset
 from kvdisk.messages import Job, JobResult, Plan, Reason, Report
-from kvdisk.store import ROOM_S, BlockStore, Ended, Get, Presence, Put, Result, Rows, ThreadMover, geometry_of
+from kvdisk.store import ROOM_S, BlockStore, Ended, Get, JointCap, Presence, Put, Result, Rows, ThreadMover, geometry_of
 from kvdisk.testing.store_conformance import (
     KINDS,
+    KINDS_IN_PIECES,
+    InPieces,
     content_of,
     finish,
     get_all,
@@ -91,6 +94,22 @@ def test_a_restart_finds_what_was_there(tmp_path: Path) -> None:
     assert ready_of(store, KEYS) == KEYS
     assert get_all(store, KEYS) == [Result.DONE] * len(KEYS)
     assert all(holds(rows, at, key, KINDS) for at, key in enumerate(KEYS))
+    store.close()
+
+
+def test_a_restart_finds_what_was_there_in_pieces(tmp_path: Path) -> None:
+    """On the drive a block is one, whatever rows its bytes came from."""
+    held = InPieces(make_rows(40), make_rows(50, 512, 0))
+    store = open_drive(tmp_path, KINDS_IN_PIECES, held.memory, PLENTY)
+    make_room(store)
+    held.write()
+    store.put(1, [Put(key, None, row) for key, row in zip(held.keys, held.rows, strict=True)])
+    assert finish(store, 1)[1].results == [Result.DONE] * 12
+    store.close()
+    rows, whole = make_rows(), [kind._replace(piece_bytes=()) for kind in KINDS_IN_PIECES]
+    store = open_drive(tmp_path, whole, rows, PLENTY)
+    assert get_all(store, held.keys) == [Result.DONE] * 12
+    assert all(holds(rows, at, key, whole) for at, key in enumerate(held.keys))
     store.close()
 
 
@@ -616,6 +635,30 @@ def test_a_wrong_namespace_is_an_error(tmp_path: Path, namespace: Any) -> None:
     with pytest.raises(ValueError, match="facts are JSON values"):
         BlockStore.open(config, NAMESPACE, {"model": {1, 2}}, KINDS, make_rows())
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [("", 1, ""), (7, 1, ""), ("all", 0, ""), ("all", 2.5, ""), ("all", 1 << 62, ""), ("all", 1 << 30, 7)]
+)
+def test_a_wrong_joint_cap_is_an_error(tmp_path: Path, wrong: Any) -> None:
+    config = Config.from_mapping({"store_dirs": str(tmp_path / "store"), "nvme_bytes": PLENTY})
+    with pytest.raises(ValueError, match="a joint cap"):
+        BlockStore.open(config, NAMESPACE, FACTS, KINDS, make_rows(), joint_cap=JointCap(*wrong))
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_joint_cap_is_what_tools_show(tmp_path: Path) -> None:
+    config, stores = Config.from_mapping({"store_dirs": str(tmp_path / "store"), "nvme_bytes": PLENTY}), []
+    for rank in range(3):
+        joint = JointCap("all", 2 * PLENTY, f"rank {rank}") if rank else None
+        stores.append(BlockStore.open(config, bytes([rank]) * 32, FACTS, KINDS, make_rows(), joint_cap=joint))
+    survey = survey_store([tmp_path / "store"])
+    assert survey.totals.cap_bytes == 3 * PLENTY
+    said = [home.joint_cap for home in survey.engine_stores]
+    assert {"name": "all", "nvme_bytes": 2 * PLENTY, "member": "rank 2"} in said
+    assert said.count(None) == 1
+    for store in stores:
+        store.close()
 
 
 def test_relative_directories_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

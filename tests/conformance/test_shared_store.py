@@ -17,7 +17,7 @@ from support.waits import until
 
 from kvdisk.mover_process import MoverProcess
 from kvdisk.shared_store import SharedStore
-from kvdisk.store import BlockKind, Rows
+from kvdisk.store import BlockKind, Memory
 from kvdisk.store_face import BlockStoreFace, Ended, Get, Presence, Result
 from kvdisk.testing.memory_blocks import MemoryBlocks
 from kvdisk.testing.shared_conformance import SAFETY_S, SharedStoreConformance, chain_of, get_all, put_all
@@ -28,14 +28,14 @@ KEYS = [key_of(number) for number in range(12)]
 
 
 class TestSharedMemoryBlocks(SharedStoreConformance):
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Memory, most_blocks: int) -> BlockStoreFace:
         return MemoryBlocks(kinds, memory, most_blocks)
 
 
 class TestSharedBlockStore(SharedStoreConformance):
     """New stores: each test's first put finds no segment."""
 
-    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Rows, most_blocks: int) -> BlockStoreFace:
+    def open_store(self, path: Path, kinds: Sequence[BlockKind], memory: Memory, most_blocks: int) -> BlockStoreFace:
         return open_drive(path, kinds, memory, bytes_for(kinds, most_blocks))
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_only_group
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MambaPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -95,6 +99,42 @@ def make_device_pool(pages: int, *, mla: bool, dtype: torch.dtype = torch.bfloat
     return MHATokenToKVPool(**common, head_num=HEADS, head_dim=HEAD_DIM, enable_memory_saver=False)
 
 
+def make_dsa_pool(pages: int) -> Any:
+    """Return SGLang's pool of sparse attention, whose pages have 64 tokens."""
+    sizes = {"kv_lora_rank": 96, "qk_rope_head_dim": 32, "kv_cache_dim": 128, "index_head_dim": 128}
+    return DSATokenToKVPool(
+        size=pages * 64,
+        page_size=64,
+        dtype=torch.bfloat16,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        **sizes,
+    )
+
+
+def make_pool_beside(name: str, pages: int, kv_pool: Any, device_kv_pool: Any, layout: str) -> Any:
+    """Return the host pool that a model has beside its KV: ``"swa"``, ``"indexer"`` or
+    ``"mamba"``."""
+    if name == PoolName.SWA:
+        device_pool = make_device_pool(pages, mla=False)
+        return hybrid_pool_assembler.build_kv_host_pool(
+            kv_pool=device_pool, page_size=PAGE_TOKENS, use_mla=False, pool_label="swa"
+        )
+    if name == PoolName.INDEXER:
+        from sglang.srt.mem_cache.pool_host.dsa import make_dsa_indexer_pool_decl
+
+        return DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device_kv_pool), kv_pool, pin_memory=False)
+    shape = SimpleNamespace(conv=[(64, 3), (16, 3)], temporal=(4, 16, 32))
+    dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+    states = SimpleNamespace(shape=shape, dtype=dtype, is_kda=False)
+    device_pool = MambaPool(
+        size=pages, spec_state_size=0, cache_params=states, mamba_layer_ids=list(range(LAYERS)), device="cpu"
+    )
+    (pool,) = device_pool.get_device_pool_infos()
+    return MambaPoolHost(pool.buffer_info, 2.0, 0, device_capacity=pages, pin_memory=False, layout=layout)
+
+
 def key_of(number: int) -> str:
     """Return a key as SGLang has them."""
     return hashlib.sha256(f"page {number}".encode()).hexdigest()
@@ -118,13 +158,16 @@ class Backend:
         arguments: dict[str, Any] | None = None,
         storage: dict[str, Any] | None = None,
         kind: str = "dynamic",
+        beside: str = "",
         **settings: Any,
     ) -> None:
-        """``kind``: SGLang's name of the backend: ``file`` is its own in files, with tensors."""
+        """``kind``: SGLang's name of the backend: ``file`` is its own in files, with tensors.
+        ``beside``: see ``make_pool_beside``; sparse attention comes with its indexer."""
         extra = extra_config(store, tensors=tensors, **settings)
         more = {"page_size": page, "tp_size": rank[1], **(arguments or {})}
         set_global_server_args_for_scheduler(arguments_for(model, extra, layout, **more))
-        device_pool = make_device_pool(pages, mla=mla, dtype=dtype, page=page)
+        is_sparse = beside == PoolName.INDEXER
+        device_pool = make_dsa_pool(pages) if is_sparse else make_device_pool(pages, mla=mla, dtype=dtype, page=page)
         layers = {layer: layer for layer in range(LAYERS)}
         self.group = build_kv_only_group(page_size=page, kv_pool=device_pool, full_layer_mapping=layers, use_mla=mla)
         self.pool = self.group.anchor_entry.host_pool
@@ -147,6 +190,9 @@ class Backend:
         self.storage.register_mem_pool_host(self.pool)
         for entry in self.group.entries:
             self.storage.register_mem_host_pool_v2(entry.host_pool, entry.name)
+        if beside:
+            self.beside = make_pool_beside(beside, pages, self.pool, device_pool, layout)
+            self.storage.register_mem_host_pool_v2(self.beside, PoolName(beside))
         if hasattr(self.storage, "on_host_pools_registered"):
             self.storage.on_host_pools_registered()
 

@@ -183,7 +183,7 @@ def test_rows_are_torchs_memory(tmp_path, model):
     """Not a copy of it: what is loaded lies in the pool at once."""
     tree = Tree(model, extra_config(tmp_path / "store"))
     pool = tree.controller.storage_host_pool
-    rows = tree.backend._rows.memory
+    rows, _ = tree.backend._rows["kv"].memory
     pool.kv_buffer.view(torch.uint8).flatten()[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     assert rows.reshape(-1)[:3].tolist() == [1, 2, 3]
     tree.close()

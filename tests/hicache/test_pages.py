@@ -15,7 +15,7 @@ WAYS = [
     for mla in (False, True)
     for tensors in (False, True)
     for layout in ("page_first", "page_first_direct", *(("page_head",) if not mla else ()))
-] + [(False, "layer_first", True), (True, "layer_first", True)]
+] + [(mla, "layer_first", tensors) for mla in (False, True) for tensors in (False, True)]
 
 
 @pytest.mark.parametrize(("mla", "layout", "tensors"), WAYS)
@@ -105,6 +105,28 @@ def test_the_cap_holds_over_all_ranks(tmp_path, model):
     for backend in ranks:
         backend.close()
     assert cap // 2 < max(allocated) <= cap
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_full_ranks_find_again_what_each_had(tmp_path, model, mla):
+    """Whichever of them starts first. With MLA all look into what rank 0 has written."""
+    cap, store, count = 48 << 20, tmp_path / "store", 64
+    ranks = [Backend(model, store, mla=mla, rank=(rank, 2), nvme_bytes=cap, nvme_admission="all") for rank in (0, 1)]
+    writers = ranks[:1] if mla else ranks
+    for turn in range(2 * cap // (len(ranks[0].bytes_of(0)) * count)):
+        for backend in writers:
+            backend.fill(range(count), seed=turn)
+            backend.store([key_of(turn * count + at) for at in range(count)])
+    held = [set(backend.storage._store.keys()) for backend in ranks]
+    assert all(len(each) > count for each in held[: len(writers)])
+    for backend in ranks:
+        backend.close()
+    for rank in (1, 0):
+        ranks[rank] = Backend(model, store, mla=mla, rank=(rank, 2), nvme_bytes=cap, nvme_admission="all")
+        assert set(ranks[rank].storage._store.keys()) == held[rank]
+    assert sum(each.stat().st_blocks * 512 for each in store.rglob("*") if each.is_file()) <= cap
+    for backend in ranks:
+        backend.close()
 
 
 def test_pages_go_out_with_the_prefix_as_their_parent(tmp_path, model):

@@ -24,7 +24,6 @@ from kvdisk.sglang.storage_stats import StorageStats
 PAGE = Path(__file__).parents[2] / "docs" / "SGLANG.md"
 
 REFUSED = {
-    "layer_first": ({"layout": "layer_first"}, "use page_first"),
     "LoRA": ({"arguments": {"enable_lora": True}}, "leave out --enable-lora"),
     "context parallelism": ({"storage": {"attn_cp_size": 2}}, "context parallelism"),
     "split heads": ({"storage": {"should_split_heads": True}}, "leave out tp_lcm_size"),
@@ -79,10 +78,10 @@ def test_another_version_is_refused(monkeypatch):
     assert versions.sglang_version() == f"{__version__}.post1"
 
 
-def test_a_model_of_several_pools_is_refused(tmp_path, model):
+def test_a_pool_that_comes_late_is_refused(tmp_path, model):
     backend = Backend(model, tmp_path / "store")
     backend.fill(range(1))
-    with pytest.raises(ConfigError, match="another for swa"):
+    with pytest.raises(ConfigError, match="and swa is one more"):
         backend.storage.register_mem_host_pool_v2(backend.pool, PoolName.SWA)
     assert not backend.store([key_of(0)]), "and its store is closed"
     assert backend.exists([key_of(0)]) == 0
@@ -106,7 +105,28 @@ def test_a_pool_with_scales_beside_it_is_refused(tmp_path, model, monkeypatch):
     backend.close()
     monkeypatch.setattr(backend.pool, "size_per_token", backend.pool.size_per_token + 8)
     with pytest.raises(ConfigError, match="no scales"):
-        backend.storage.register_mem_pool_host(backend.pool)
+        attach(backend)
+
+
+def test_another_layout_is_refused(tmp_path, model, monkeypatch):
+    backend = Backend(model, tmp_path / "store")
+    backend.close()
+    monkeypatch.setattr(backend.pool, "layout", "page_first_kv_split")
+    with pytest.raises(ConfigError, match="layout of host memory page_first_kv_split"):
+        attach(backend)
+
+
+def attach(backend):
+    """Attach a backend again that was closed, as it is."""
+    backend.storage.register_mem_pool_host(backend.pool)
+    backend.storage.on_host_pools_registered()
+
+
+def test_draft_models_are_refused(tmp_path, model):
+    backend = Backend(model, tmp_path / "store")
+    with pytest.raises(ConfigError, match="has a MHATokenToKVPoolHost for draft"):
+        backend.storage.register_mem_host_pool_v2(backend.pool, PoolName.DRAFT)
+    backend.close()
 
 
 @pytest.mark.skipif(not __version__.startswith("0.5.22"), reason="later versions name images by 256 bits")

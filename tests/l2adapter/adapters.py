@@ -126,7 +126,7 @@ class Driver:
         objects = [self.arena.make(size) for size in sizes]
         for each, size, seed in zip(objects, sizes, seeds, strict=True):
             bytes_of(each)[:] = content_of(seed, size)
-        return self.store(keys, objects).is_successful()
+        return bool(self.store(keys, objects).is_successful())
 
     def store(self, keys: list[ObjectKey], objects: list[Any]) -> Any:
         task = self.adapter.submit_store_task(keys, objects)

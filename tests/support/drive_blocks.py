@@ -18,7 +18,7 @@ from kvdisk.device.cap import HOME_OVERHEAD_BYTES
 from kvdisk.device.posix import PosixDevice
 from kvdisk.engine_store import nvme_layout_in
 from kvdisk.errors import ConfigError
-from kvdisk.store import BlockKind, BlockStore, Rows, StartMover, geometry_of
+from kvdisk.store import BlockKind, BlockStore, Memory, StartMover, geometry_of
 from support.faulty_device import FaultyDevice
 
 NAMESPACE = bytes(range(32))
@@ -29,7 +29,7 @@ _SAFETY_S = 60.0
 def open_drive(
     path: Path,
     kinds: Sequence[BlockKind],
-    memory: Rows,
+    memory: Memory,
     nvme_bytes: int,
     start_mover: StartMover | None = None,
     **settings: Any,

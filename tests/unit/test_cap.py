@@ -13,7 +13,7 @@ import pytest
 from kvdisk.device import paths
 from kvdisk.device import store as store_module
 from kvdisk.device.cap import ORPHAN_SPARED_S
-from kvdisk.device.control import home_ids
+from kvdisk.device.control import JointCap, home_ids
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
@@ -28,10 +28,19 @@ SLOTS = (MIB - 4096) // 8192
 class Engine:
     """An owner with one rank, that makes segments until it is told that there is no room."""
 
-    def __init__(self, path: Path, name: str, *, cap_bytes: int = CAP, index_bytes: int = 0, now: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        *,
+        cap_bytes: int = CAP,
+        index_bytes: int = 0,
+        now: int = 0,
+        joint: JointCap | None = None,
+    ) -> None:
         store = Store.open(path, clock=lambda: now)
         fingerprint = name.encode() * 32
-        self.home = store.acquire_home(fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes)
+        self.home = store.acquire_home(fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes, joint=joint)
         self.files = HomeFiles(path, 0, 1)
         known = tuple(int(name) for name in os.listdir(self.home.segments_path))
         self.files.open_home(HomeSpec(self.home.id, fingerprint, known))

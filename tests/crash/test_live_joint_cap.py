@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes with a joint cap, each with a store of its own, that are killed: together they never
+exceed it, and each finds what it had."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import joint_cap_owner
+import pytest
+from joint_cap_owner import BLOCKS, CAP
+from live_children import SEED, SpaceWatch
+
+
+class Rank:
+    """One of them."""
+
+    def __init__(self, path: Path, rank: int, ranks: int, seed: int) -> None:
+        command = [sys.executable, joint_cap_owner.__file__, str(path), str(rank), str(ranks), str(seed)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        word, count = self.line().split()
+        assert word == "found"
+        self.found = int(count)
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def fill(self) -> None:
+        """Wait until blocks leave for others."""
+        assert self.line() == "full\n"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        rest, _ = self.process.communicate()
+        assert "WRONG" not in rest
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.torture)])
+def test_killed_ranks_find_what_each_had_within_the_cap(tmp_path: Path, rounds: int) -> None:
+    """Whoever starts first. Then others take the room, also more than have shares."""
+    dice, store = random.Random(SEED + rounds), tmp_path / "store"
+    with ExitStack() as stack:
+        watch = stack.enter_context(SpaceWatch(store, lambda: CAP))
+        ranks = {rank: Rank(store, rank, 2, rank) for rank in (0, 1)}
+        for rank in ranks.values():
+            rank.fill()
+        for turn in range(rounds):
+            first = dice.randrange(2)
+            gone = (0, 1) if turn % 2 == 0 else (first,)
+            for rank in gone:
+                ranks[rank].kill()
+            for rank in sorted(gone, key=lambda each: each != first):
+                ranks[rank] = Rank(store, rank, 2, 10 * turn + rank)
+                assert ranks[rank].found > BLOCKS // 2, (turn, rank)
+            if rounds > 1:
+                time.sleep(dice.random())
+        ranks[1].kill()
+        others = [Rank(store, 2 + rank, 2, 100 + rank) for rank in range(1 if rounds == 1 else 3)]
+        ranks[0].kill()
+        for rank in others:
+            rank.fill()
+            rank.kill()
+        assert watch.samples > 5
+    assert watch.worst <= 0, f"{watch.most_bytes} bytes at most, {watch.worst} more than {CAP}"
