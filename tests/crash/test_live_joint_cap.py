@@ -22,10 +22,12 @@ from live_children import SEED, SpaceWatch
 class Rank:
     """One of them."""
 
-    def __init__(self, path: Path, rank: int, ranks: int, seed: int) -> None:
+    def __init__(self, stack: ExitStack, path: Path, rank: int, ranks: int, seed: int) -> None:
+        """``stack``: with its end this ends, too."""
         command = [sys.executable, joint_cap_owner.__file__, str(path), str(rank), str(ranks), str(seed)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        stack.callback(self.process.kill)
         word, count = self.line().split()
         assert word == "found"
         self.found = int(count)
@@ -50,7 +52,7 @@ def test_killed_ranks_find_what_each_had_within_the_cap(tmp_path: Path, rounds: 
     dice, store = random.Random(SEED + rounds), tmp_path / "store"
     with ExitStack() as stack:
         watch = stack.enter_context(SpaceWatch(store, lambda: CAP))
-        ranks = {rank: Rank(store, rank, 2, rank) for rank in (0, 1)}
+        ranks = {rank: Rank(stack, store, rank, 2, rank) for rank in (0, 1)}
         for rank in ranks.values():
             rank.fill()
         for turn in range(rounds):
@@ -59,12 +61,12 @@ def test_killed_ranks_find_what_each_had_within_the_cap(tmp_path: Path, rounds: 
             for rank in gone:
                 ranks[rank].kill()
             for rank in sorted(gone, key=lambda each: each != first):
-                ranks[rank] = Rank(store, rank, 2, 10 * turn + rank)
+                ranks[rank] = Rank(stack, store, rank, 2, 10 * turn + rank)
                 assert ranks[rank].found > BLOCKS // 2, (turn, rank)
             if rounds > 1:
                 time.sleep(dice.random())
         ranks[1].kill()
-        others = [Rank(store, 2 + rank, 2, 100 + rank) for rank in range(1 if rounds == 1 else 3)]
+        others = [Rank(stack, store, 2 + rank, 2, 100 + rank) for rank in range(1 if rounds == 1 else 3)]
         ranks[0].kill()
         for rank in others:
             rank.fill()
