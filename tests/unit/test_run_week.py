@@ -12,7 +12,7 @@ from run_week import Week, WeekSettings, run_week
 from week_engine import Engine
 from week_sizes import Series, sizes_of
 
-from kvdisk.manager import bounds, reuse
+from kvdisk.manager import bounds, chances
 from kvdisk.manager.catalog import Catalog
 from kvdisk.manager.demotions import Demotions
 
@@ -32,7 +32,7 @@ def early(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     logged."""
     caplog.set_level(logging.CRITICAL, "kvdisk")
     monkeypatch.setattr(bounds, "COUNTS", 8)
-    monkeypatch.setattr(reuse, "_LEARNT_EVERY", (64, 128))
+    monkeypatch.setattr(chances, "_LEARNT_EVERY", (64, 128))
 
 
 def leak_into(leaked: list[object]) -> Callable[[Engine], None]:
@@ -54,7 +54,7 @@ def happened(week: Week, names: tuple[str, ...]) -> dict[str, int]:
 def test_nothing_grows_in_a_week_and_a_list_that_does_is_named(tmp_path: Path) -> None:
     week, wrong = run_week(TINY, tmp_path, on_request=leak_into([]))
     assert [text.partition(" has grown")[0] for text in wrong] == ["demotions.Demotions._leaked"]
-    assert week.counts["ended"] + week.counts["aborted"] == week.counts["requests"] > 1000
+    assert week.counts["ended"] + week.counts["aborted"] == week.counts["requests"] > 900
     assert week.counts["resets"] == 5 and week.counts["killed"] == 4 and week.counts["blocks verified"] > 100
     assert all(happened(week, OFTEN).values()), happened(week, OFTEN)
 
