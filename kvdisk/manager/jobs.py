@@ -79,7 +79,7 @@ class Transfers:
     """
 
     def __init__(self, rank_count: int) -> None:
-        self._rank_count = rank_count
+        self.rank_count = rank_count
         self._next_id = 1
         self._queued: list[Job] = []
         self._records: dict[JobId, JobRecord] = {}
@@ -121,6 +121,11 @@ class Transfers:
         self._counts[kind] += 1
         self._queued.append(job)
         return record
+
+    @property
+    def oldest(self) -> JobRecord | None:
+        """The job that was planned first of those that are queued or out; None: there is none."""
+        return next(iter(self._records.values()), None)
 
     @property
     def planned(self) -> int:
@@ -184,7 +189,7 @@ class Transfers:
             record = self._records.get(job_id)
             if record is not None:
                 record.copied += ranks
-                if record.copied == self._rank_count:
+                if record.copied == self.rank_count:
                     ended.copied.append(record)
         # In the order of the plans: a rank that lags can answer a segment's opening in the report
         # in which another answers its drop.
@@ -192,12 +197,12 @@ class Transfers:
             record = self._records.get(job_id)
             assert record is not None, f"job {job_id} answered more than once per rank, or never planned"
             record.ranks += result.ranks
-            assert record.ranks <= self._rank_count
+            assert record.ranks <= self.rank_count
             for position, reason in result.failed.items():
                 record.failed.setdefault(position, reason)
             record.late |= result.late
             record.late_ranks += result.late_ranks
-            if record.ranks == self._rank_count:
+            if record.ranks == self.rank_count:
                 ended.settled.append(self._remove(job_id))
                 if record.released == record.late_ranks:
                     record.late.clear()

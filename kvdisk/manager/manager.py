@@ -41,6 +41,7 @@ from kvdisk.manager.prefetch import Promotions
 from kvdisk.manager.remote import RemoteCopies
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits, RequestOutcome, RequestState
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.silent_ranks import SilentRanks
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import StorePolicy
 from kvdisk.manager.stores import StorePlanner
@@ -98,6 +99,7 @@ class TierManager:
         tiers.write_behind(parts, self._hints)
         self._demotions = [Demotions(parts, *pair, copies) for pair in tiers.pairs]
         self.gauges = Gauges(parts.transfers, tiers, self._remote)
+        self._silent_ranks = SilentRanks(parts.transfers, parts.config.io_deadline_s)
         admissions = [space.admission for space in tiers]
         parts.work.open_when(Kind.SENDS, self._may_send)
         demand = self._demand = Demand(
@@ -306,6 +308,7 @@ class TierManager:
         jobs = self._transfers.take_queued(now)
         if jobs:
             self._heard_s = now
+        self._silent_ranks.look(now)
         self._threshold.stepped(now, scheduled_tokens)
         self._work.end_step()
         urgent, self._urgent = tuple(self._urgent), []

@@ -113,7 +113,7 @@ def hide_what_is_dropped(_real: Real, nvme: NvmeSpace) -> None:
 def settle_with_the_first_answer(transfers: Transfers, report: Any) -> None:
     for job_id in list(report.results):
         if job_id in transfers:
-            report.results[job_id].ranks = transfers._rank_count
+            report.results[job_id].ranks = transfers.rank_count
         else:
             del report.results[job_id]
 
@@ -128,7 +128,7 @@ def end_copies_with_the_first(transfers: Transfers, report: Any) -> None:
     for job_id in report.copied:
         record = transfers._records.get(job_id)
         if record is not None:
-            report.copied[job_id] = 0 if record.copied else transfers._rank_count
+            report.copied[job_id] = 0 if record.copied else transfers.rank_count
 
 
 def release_with_the_first(transfers: Transfers, report: Any) -> None:
