@@ -494,7 +494,7 @@ class TestMooncakeFailures(MooncakeCase):
             ticket = self.objects.submit(ObjectOp.GET, [RemoteObject(self.name(1), buffer)])
             until(lambda: self.objects._bucket._running, "the batch to be at the process")
             child.kill()
-            assert self.await_outcomes(1) == [(ticket, (Result.FAILED,))]
+            assert self.await_outcomes(1) == [ObjectsOutcome(ticket, (Result.FAILED,), 0)]
         finally:
             self.store.resume_node()
         self.until(Result.OK, ObjectOp.GET, 1, bytearray(len(body)))

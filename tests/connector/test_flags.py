@@ -45,7 +45,9 @@ def commands() -> list[tuple[str, str, str]]:
     found = []
     for page in PAGES:
         for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for name, text in re.findall(r"^(?:\$ )?(vllm (?:bench )?serve)\b(.*(?:\n +.*)*)", block, re.MULTILINE):
+            for name, text in re.findall(
+                r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(vllm (?:bench )?serve)\b(.*(?:\n +.*)*)", block, re.MULTILINE
+            ):
                 found.append((page.name, name, text))
     return found
 
