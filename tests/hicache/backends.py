@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_only_group
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MambaPool, MHATokenToKVPool, MLATokenToKVPool
@@ -193,7 +193,7 @@ class Backend:
         if beside:
             self.beside = make_pool_beside(beside, pages, self.pool, device_pool, layout)
             self.storage.register_mem_host_pool_v2(self.beside, PoolName(beside))
-        if hasattr(self.storage, "on_host_pools_registered"):
+        if hasattr(HiCacheStorage, "on_host_pools_registered"):  # SGLang: 0.5.22 does not say it
             self.storage.on_host_pools_registered()
 
     def indices(self, pages: range) -> torch.Tensor:
