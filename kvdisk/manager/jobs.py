@@ -85,6 +85,8 @@ class Transfers:
         self._records: dict[JobId, JobRecord] = {}
         self._counts = dict.fromkeys(JobKind, 0)
         self._zombies: dict[JobId, JobRecord] = {}
+        self.has_settled = False
+        """Whether all ranks have answered a job."""
 
     def __contains__(self, job_id: JobId) -> bool:
         """Whether a job is queued or out."""
@@ -203,6 +205,7 @@ class Transfers:
             record.late |= result.late
             record.late_ranks += result.late_ranks
             if record.ranks == self.rank_count:
+                self.has_settled = True
                 ended.settled.append(self._remove(job_id))
                 if record.released == record.late_ranks:
                     record.late.clear()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says once that ranks answer no job. Scheduler thread only.
+"""Says once that ranks have never answered a job. Scheduler thread only.
 
 vLLM starts an engine one of whose machines was given no connector: nothing is ever stored there,
-and no hook tells the scheduler's half. Without this line the only sign is that nothing hits.
+and no hook tells the scheduler's half. Without this line the only sign is that nothing hits. Once
+all ranks have answered one job nothing is looked at any more: ranks that end or hang later are
+named by others.
 """
 
 from __future__ import annotations
@@ -15,29 +17,26 @@ from kvdisk.manager.jobs import Transfers
 SILENT_DEADLINES: Final = 4
 """A rank answers within ``io_deadline_s``, whatever its drive does."""
 LEAST_STEPS: Final = 64
-"""Steps in which the same job has no answer: an engine that was stopped hears nobody either."""
+"""Steps without an answer: an engine that was stopped hears nobody either."""
 logger = logging.getLogger("kvdisk.manager")
 
 
 class SilentRanks:
-    """Watches the job that was planned first of those that are out. ``io_deadline_s``: see the
-    setting."""
+    """Watches the first job of all. ``io_deadline_s``: see the setting."""
 
     def __init__(self, transfers: Transfers, io_deadline_s: float) -> None:
         self._transfers = transfers
         self._most_s = SILENT_DEADLINES * io_deadline_s
-        self._job_id, self._steps, self._is_said = -1, 0, False
+        self._steps, self._is_over = 0, False
 
     def look(self, now: float) -> None:
         """Look once in a step."""
-        record = self._transfers.oldest
-        if record is None or record.sent_s is None or self._is_said:
+        if self._is_over or (record := self._transfers.oldest) is None or record.sent_s is None:
             return
-        if record.job.id != self._job_id:
-            self._job_id, self._steps = record.job.id, 0
         self._steps += 1
-        if self._steps >= LEAST_STEPS and now - record.sent_s > self._most_s:
-            self._is_said = True
+        self._is_over = self._transfers.has_settled
+        if not self._is_over and self._steps >= LEAST_STEPS and now - record.sent_s > self._most_s:
+            self._is_over = True
             logger.warning(
                 "kvdisk has had no answer from %d of %d ranks for %.0f s, and stores nothing without them: give each"
                 " machine of this engine the same connector and settings, and see the log of each worker.",
