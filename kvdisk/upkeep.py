@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from kvdisk.device.cap import ORPHAN_SPARED_S
 from kvdisk.device.home import Home, Place
 from kvdisk.device.store import Store
 from kvdisk.device.watch import HomeWatch
@@ -57,7 +56,7 @@ class Upkeep:
         if lost or not self._takes_more:  # once more does no harm
             self._mailbox.post(partial(self._give_up, lost, self._takes_more))
         if place is Place.THERE:
-            self._keep()
+            self._store.keep(self._home)
 
     def _mend(self) -> list[str]:
         names = self._store.mend(self._home)
@@ -68,15 +67,3 @@ class Upkeep:
         if not takes_more:
             self._nvme.stop_writes()
         self._nvme.lose(lost)
-
-    def _keep(self) -> None:
-        """Note that the engine store is in use, and trim orphans.
-
-        An owner may die, and its cap with it. What it leaves is spared for a while, because it may
-        be starting again.
-        """
-        try:
-            self._home.mark_used()
-        finally:  # a full drive, which cannot take the note, is what trimming helps against
-            joint = self._home.record.joint_cap
-            self._store.trim(self._home.fingerprint, unused_s=ORPHAN_SPARED_S, joint=joint)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cap, as values: what all engine stores hold and may hold, and which must go for more room.
 
-The allocated bytes of all engine stores never exceed the caps of the engines that live, or ended
-within 15 minutes. An owner's layout keeps within its own cap, so deleting engine stores without an
-owner can always make room. The index of a live owner grows without asking, and counts at its full
-size. ``store`` measures and deletes.
+The allocated bytes of all engine stores never exceed the caps of the engines that live, or what
+those that lived together had, for 15 minutes after one of them ended or was started again: the
+others may be starting, too. An owner's layout keeps within its own cap, so deleting engine stores
+without an owner can always make room. The index of a live owner grows without asking, and counts at
+its full size. ``store`` measures and deletes.
 
 Owners with a joint cap count as one owner with that cap, as long as one of them lives. What the
 others of them left counts against it, and makes room for them alone: they may be starting again,
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvdisk.device.control import HomeRecord, JointCap
+from kvdisk.device.control import HomeRecord, JointCap, Together
 from kvdisk.device.home_lock import HomeLock
 from kvdisk.geometry import uses_bytes_for
 
@@ -29,8 +30,8 @@ USES_OVERHEAD_BYTES = 32 << 10
 
 
 ORPHAN_SPARED_S = 900
-"""Seconds since its last use for which an orphan keeps room that the caps of the live owners no
-longer cover, or that another owner could use."""
+"""Seconds for which an orphan keeps room that the caps of the live owners no longer cover, or that
+another owner could use: since its last use, and since an owner was started."""
 _INDEX_GROWTH = 3
 """The part of the index's full size that it may reach, as a multiple of the part of the cap that
 segments take: while records are replaced, old ones are beside them."""
@@ -93,12 +94,13 @@ class Stock:
     """All engine stores of a store while it is locked.
 
     ``loose``: folders on further drives that no engine store names. ``loose_bytes``: what they
-    hold.
+    hold. ``now_s``: seconds since the Unix epoch.
     """
 
     homes: list[Holding]
     loose: list[Path]
     loose_bytes: int
+    now_s: int
 
     @property
     def unowned(self) -> list[Holding]:
@@ -129,7 +131,29 @@ class Stock:
     def exceeds(self, needed_bytes: int) -> bool:
         """Return whether ``needed_bytes`` more would exceed the caps of the live owners."""
         charged = sum(home.charged_bytes for home in self.homes) + self.loose_bytes
-        return charged + needed_bytes > bytes_allowed(self._live_caps)
+        together = [home.record.together for home in self.homes if home.live and home.record]
+        allowed = [self._live_bytes, *(each.nvme_bytes for each in together if each and self._is_fresh(each))]
+        return charged + needed_bytes > max(allowed)
+
+    def together(self, before: Together | None) -> Together:
+        """Return what HOME of a live owner shall say next, which says ``before``."""
+        if before is not None and self._is_fresh(before) and before.nvme_bytes > self._live_bytes:
+            return before
+        return Together(self._live_bytes, self.now_s)
+
+    def together_at_start(self, cap_bytes: int, joint: JointCap | None) -> Together:
+        """Return what HOME of an owner with these caps shall say that is being started: as much as
+        those had that it may have lived with."""
+        alone = bytes_allowed([*self._live_caps, (cap_bytes, joint)])
+        said = [home.record.together for home in self.homes if home.record]
+        return Together(max([alone, *(each.nvme_bytes for each in said if each)]), self.now_s)
+
+    @property
+    def _live_bytes(self) -> int:
+        return bytes_allowed(self._live_caps)
+
+    def _is_fresh(self, together: Together) -> bool:
+        return abs(self.now_s - together.at_s) < ORPHAN_SPARED_S
 
     def of(self, joint: JointCap | None) -> list[Holding]:
         """Return the engine stores of a joint cap."""

@@ -10,7 +10,7 @@ import pwd
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ _SELDOM_FIELDS = ("lineage", "guest")
 JOINT_CAP = "joint_cap"
 """In the description of a home: there an older kvdisk lets it be. Another field is damage to
 it."""
+TOGETHER = "together"
+"""In the description of a home, likewise."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 # A store whose maker died, and what a fresh file system holds, may become a store.
 _BEFORE_STORE = frozenset({LOCK_FILE, HOMES, STORE_FILE, STORE_FILE + ".tmp", "lost+found"})
@@ -61,6 +63,14 @@ class JointCap(NamedTuple):
     name: str
     nvme_bytes: int
     member: str = ""
+
+
+class Together(NamedTuple):
+    """The most bytes that the owners of a store's homes might have at once, and when that was last
+    so, in seconds since the Unix epoch."""
+
+    nvme_bytes: int
+    at_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,21 @@ class HomeRecord:
         if not isinstance(name, str) or not isinstance(count, int) or not isinstance(member, str):
             return None
         return JointCap(name, count, member) if 0 < count < _NUMBER_LIMIT else None
+
+    @property
+    def together(self) -> Together | None:
+        """What this home's owner and those beside it might have; None: HOME does not say."""
+        said = self.description.get(TOGETHER)
+        if not isinstance(said, dict):
+            return None
+        count, at_s = said.get("nvme_bytes"), said.get("at_s")
+        if not isinstance(count, int) or not isinstance(at_s, int):
+            return None
+        return Together(count, at_s) if 0 < count < _NUMBER_LIMIT else None
+
+    def with_together(self, together: Together) -> HomeRecord:
+        """Return this with another ``together``."""
+        return replace(self, description={**self.description, TOGETHER: together._asdict()})
 
     def is_of_member(self, joint: JointCap | None) -> bool:
         """Return whether an owner with this joint cap may take the home over: it is not another

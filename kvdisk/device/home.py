@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvdisk.device import paths
-from kvdisk.device.control import INDEX, LOCK_FILE, HomePaths, HomeRecord, write_record
+from kvdisk.device.control import INDEX, LOCK_FILE, HomePaths, HomeRecord, Together, write_record
 from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import DeviceError, StoreLocked
@@ -175,12 +175,13 @@ class Home(_HeldHome):
         """Drives on which the home may have segments; the first is the one with the index."""
         return len(self.folders)
 
-    def mark_used(self) -> None:
-        """Note in HOME that the home is used now; nothing once it is closed. Any thread. Raises
-        DeviceError."""
+    def mark_used(self, together: Together | None = None) -> None:
+        """Note in HOME that the home is used now, and what its owner may have ``together`` with
+        others; nothing once it is closed. Any thread. Raises DeviceError."""
         with self._ending:
             if self._lock.is_held:
-                self._write(replace(self.record, last_use_s=self._now_s()))
+                record = self.record if together is None else self.record.with_together(together)
+                self._write(replace(record, last_use_s=self._now_s()))
 
     def name(self, fingerprint: bytes, description: Mapping[str, Any]) -> None:
         """Have HOME say of which fingerprint the home is: one that has no blocks, and no rank has

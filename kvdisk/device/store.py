@@ -46,6 +46,7 @@ from kvdisk.device.control import (
     LOCK_FILE,
     SALT_KEY_FILE,
     STORE_FILE,
+    TOGETHER,
     HomeRecord,
     JointCap,
     StoreRecord,
@@ -130,6 +131,7 @@ class Store:
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
         self._clock = clock
+        self._opened_s = self.now_s()
         self._salt_key: bytes | None = None
 
     @classmethod
@@ -213,7 +215,8 @@ class Store:
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
-        description.pop(JOINT_CAP, None)
+        for ours in (JOINT_CAP, TOGETHER):
+            description.pop(ours, None)
         if joint is not None:
             description[JOINT_CAP] = joint._asdict()
             self._await_end(fingerprint, description, joint, cap_bytes)
@@ -242,7 +245,7 @@ class Store:
                 index_sum=old.index_sum if old else "",
                 drives=with_all(self.drives, old.drives if old else ()),
                 lineage=((old.lineage if old else "") or home_id) if spread else "",
-            )
+            ).with_together(stock.together_at_start(cap_bytes, joint))
             lock = self._own(stock, mine, home_id, record)
             return self._held(home_id, record, lock, None if mine is None else mine.id)
 
@@ -376,7 +379,9 @@ class Store:
                 guest=True,
             )
             if is_first:
+                record = record.with_together(stock.together_at_start(record.cap_bytes, None))
                 return self._own(stock, there, home_id, record)
+            record = record.with_together(stock.together(old.together if old else None))
             lock = HomeLock.join(path, LOCK_WAIT_S, f"engine store {home_id}")
             try:
                 write_record(path, record)
@@ -430,6 +435,7 @@ class Store:
             with self._stock(LOCK_WAIT_S) as stock:
                 record = read_record(home.path)
                 if not self._is_tended(record):  # by another rank, meanwhile
+                    record = record.with_together(stock.together(record.together))
                     write_record(home.path, replace(record, clean=False, last_use_s=self.now_s()))
                     self._trim(stock, record.fingerprint, 0, self.now_s() - ORPHAN_SPARED_S)
 
@@ -533,16 +539,21 @@ class Store:
             total += sum(self._measure(folder.path) for folder in self.folders(home_id, record)[1:] if folder)
         return total
 
-    def trim(self, fingerprint: bytes, unused_s: int = 0, joint: JointCap | None = None) -> bool:
-        """Delete unowned homes until all fit the live owners' caps; return whether they do.
+    def keep(self, home: Home) -> bool:
+        """Note that a home is used, and delete unowned homes until all fit the live owners' caps;
+        return whether they do.
 
-        An owner may die between two segments, and its cap with it. Homes of ``fingerprint`` go
-        last; those used within ``unused_s`` stay, whose owner may be starting again. ``joint``: of
-        the owner that asks. Any thread. Raises StoreLocked where another process holds the store
-        lock for long, DeviceError.
+        An owner may die between two segments, and its cap with it. Homes of the same namespace go
+        last; those used a moment ago stay, whose owner may be starting again. Any thread. Raises
+        StoreLocked where another process holds the store lock for long, DeviceError.
         """
-        with self._stock(LOCK_WAIT_S) as stock:
-            return self._trim(stock, fingerprint, 0, self.now_s() - unused_s, joint)
+        together = None
+        try:
+            with self._stock(LOCK_WAIT_S) as stock:
+                together, joint = stock.together(home.record.together), home.record.joint_cap
+                return self._trim(stock, home.fingerprint, 0, self.now_s() - ORPHAN_SPARED_S, joint)
+        finally:  # after that: a drive without room for the note may have some now
+            home.mark_used(together)
 
     def tidy(self) -> None:
         """Remove the folders that no home names. Raises StoreLocked, DeviceError."""
@@ -639,7 +650,8 @@ class Store:
         for home in stock.unowned_to_delete(mine.record.fingerprint):
             if _free_bytes(folder.path) >= needed_bytes:
                 break
-            if home.last_use_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
+            seen_s = max(home.last_use_s, self._opened_s)  # its owner may be starting after this one
+            if seen_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
                 self._delete(stock, home)
         return _free_bytes(folder.path) >= needed_bytes
 
@@ -659,7 +671,7 @@ class Store:
             named = {name for home in homes if home.record for name in home.record.drives}
             loose = [path for name, path in list_folders(self.drives).items() if name not in named]
             known = all(home.record is not None for home in homes if home.live)  # they may be those of one that is not
-            yield Stock(homes, loose, sum(map(self._measure, loose)) if known else 0)
+            yield Stock(homes, loose, sum(map(self._measure, loose)) if known else 0, self.now_s())
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
         try:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import errno
 import os
-import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from kvdisk.device import paths
 from kvdisk.device import store as store_module
 from kvdisk.device.cap import ORPHAN_SPARED_S
-from kvdisk.device.control import JointCap, home_ids
+from kvdisk.device.control import JointCap, home_ids, read_record
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
+from kvdisk.worker import files as files_module
 from kvdisk.worker.files import HomeFiles
 
 MIB = 1 << 20
@@ -38,12 +41,15 @@ class Engine:
         now: int = 0,
         joint: JointCap | None = None,
     ) -> None:
-        store = Store.open(path, clock=lambda: now)
+        self.now_s = now
+        self.store = store = Store.open(path, clock=lambda: self.now_s)
         fingerprint = name.encode() * 32
         self.home = store.acquire_home(fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes, joint=joint)
         self.files = HomeFiles(path, 0, 1)
+        own_clock = SimpleNamespace(open=partial(Store.open, clock=lambda: self.now_s))
         known = tuple(int(name) for name in os.listdir(self.home.segments_path))
-        self.files.open_home(HomeSpec(self.home.id, fingerprint, known))
+        with mock.patch.object(files_module, "Store", own_clock):
+            self.files.open_home(HomeSpec(self.home.id, fingerprint, known))
         self.next = max(known, default=-1) + 1
 
     def makes(self) -> bool:
@@ -63,6 +69,11 @@ class Engine:
         while self.makes():
             made += 1
         return made
+
+    def keep(self, now_s: int) -> bool:
+        """Do an owner's upkeep at a time; return whether all that is there fits."""
+        self.now_s = now_s
+        return self.store.keep(self.home)
 
     def leave(self) -> str:
         self.files.close()
@@ -106,6 +117,7 @@ def test_other_namespaces_go_first_and_the_oldest_of_them(path):
     assert ids(path) == {same.home.id, old["b"].home.id, old["c"].home.id}
     beside = Engine(path, "a", now=30)
     same.leave()  # of the same namespace, and the oldest
+    beside.now_s += ORPHAN_SPARED_S  # until then what both might have counts
     gone_in_order = []
     known = ids(path)
     while beside.makes():
@@ -128,17 +140,54 @@ def test_a_live_home_never_goes_and_its_index_counts_as_it_may_become(path):
     mine.leave()
 
 
+def test_a_start_leaves_what_others_had_who_may_start_after_it(path):
+    """All engines of a machine were down, for however long: the first one back is alone."""
+    engines = [Engine(path, name, now=now) for now, name in enumerate("aab")]
+    assert [engine.fill() for engine in engines] == [7, 7, 7]
+    left = {engine.leave() for engine in engines}
+    again = []
+    for number, name in enumerate("baa"):
+        again.append(Engine(path, name, now=10**6 + 500 * number))
+        assert again[-1].fill() == 0, "it has taken over what one of its namespace had"
+        assert all(engine.keep(10**6 + 500 * number + 30) for engine in again)
+        assert len(ids(path)) == 3 and allocated(path) <= 3 * CAP
+    assert not left & ids(path)
+    for engine in again:
+        engine.leave()
+
+
+def test_what_none_comes_back_for_goes_after_a_while(path):
+    engines = [Engine(path, name, now=now) for now, name in enumerate("ab")]
+    assert [engine.fill() for engine in engines] == [7, 7]
+    gone, _ = (engine.leave() for engine in engines)
+    for now_s in (10**6, 10**6 + 600):  # others may start after each start
+        alone = Engine(path, "b", now=now_s)
+        assert alone.keep(now_s + 500)
+        if now_s == 10**6:
+            alone.leave()
+    assert alone.keep(10**6 + 600 + ORPHAN_SPARED_S - 1)
+    assert gone in ids(path)
+    assert alone.keep(10**6 + 600 + ORPHAN_SPARED_S)
+    assert gone not in ids(path)
+    alone.leave()
+    new = Engine(path, "c", now=10**7)
+    assert new.fill() == 7
+    assert ids(path) == {new.home.id}, "the engine of before was alone, so nobody else is awaited"
+    new.leave()
+
+
 def test_a_start_deletes_what_does_not_fit_and_no_more(path):
-    engines = [Engine(path, name, cap_bytes=4 * MIB, now=now) for now, name in enumerate("abc")]
-    for engine in engines:
-        engine.fill()
-    left = [engine.leave() for engine in engines]
+    for now, name in enumerate("abc"):  # one after the other: none had more than its own
+        engine = Engine(path, name, cap_bytes=4 * MIB * (now + 1), now=now)
+        for _ in range(3):
+            assert engine.makes()
+        engine.leave()
+    left = sorted(ids(path), key=lambda name: read_record(path / "homes" / name).last_use_s)
     new = Engine(path, "d", cap_bytes=8 * MIB, now=9)
-    assert ids(path) == {new.home.id, left[1], left[2]}
-    assert allocated(path) <= 8 * MIB
-    again = Engine(path, "c", cap_bytes=2 * MIB, now=9)
-    assert left[1] in ids(path), "one to be cut to its cap does not take more than its cap from others"
-    again.leave()
+    assert ids(path) == {new.home.id, *left}
+    assert new.fill() == 7
+    assert ids(path) == {new.home.id, left[2]}
+    assert allocated(path) <= 12 * MIB
     new.leave()
 
 
@@ -153,13 +202,11 @@ def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
 
 @pytest.mark.parametrize("used_s", [1_000_000, 5_000_000_000], ids=["now", "to come"])
 def test_an_orphan_is_spared_for_a_while_whatever_clock_its_owner_had(path, used_s):
-    dead, engine, now = Engine(path, "o", now=used_s), Engine(path, "a"), [1_000_000]
+    dead, engine, now = Engine(path, "o", now=used_s), Engine(path, "a", now=1_000_000), 1_000_000
     assert dead.fill() == engine.fill() == 7
     dead.leave()
-    store = Store.open(path, clock=lambda: now[0])
-    assert not store.trim(engine.home.fingerprint, unused_s=ORPHAN_SPARED_S), "it may be starting again"
-    now[0] += ORPHAN_SPARED_S
-    assert store.trim(engine.home.fingerprint, unused_s=ORPHAN_SPARED_S)
+    assert engine.keep(now), "it may be starting again"
+    assert engine.keep(now + ORPHAN_SPARED_S)
     assert ids(path) == {engine.home.id}
     engine.leave()
 
@@ -176,11 +223,13 @@ def drive(tmp_path, monkeypatch):
 
 def test_an_unused_home_goes_for_room_on_the_drive(drive):
     """Of another namespace as well; not one that an engine may be about to take over."""
-    for last_use_s, goes in ((int(time.time()), False), (0, True)):
-        left = Engine(drive, "a", now=last_use_s)
+    for waited_s, goes in ((ORPHAN_SPARED_S - 1, False), (ORPHAN_SPARED_S, True)):
+        left = Engine(drive, "a")
         assert left.fill() == 3 * (not goes)  # the second time it has what it made
         left.leave()
-        engine = Engine(drive, "b")
+        engine = Engine(drive, "b", now=10**6)
+        assert engine.fill() == 0, "its owner may start after this one"
+        engine.now_s += waited_s
         assert engine.fill() == 3 * goes
         assert (home_ids(drive) == [engine.home.id]) is goes
         engine.leave()

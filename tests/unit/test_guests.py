@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import rebuild_stores
 from kvdisk.assembly import assemble_scheduler
 from kvdisk.device import mounts
 from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S
-from kvdisk.device.control import HomeRecord, read_record, write_record
+from kvdisk.device.control import TOGETHER, HomeRecord, read_record, write_record
 from kvdisk.device.home import Home
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.store import Store
@@ -88,7 +89,8 @@ def test_ranks_without_the_home_make_one_guest_of_its_id(hosts):
     record = the_guest(hosts.two)
     assert record.lineage == home.id
     assert record.cap_bytes == CAP // 4 * 2 + HOME_OVERHEAD_BYTES, "what the two ranks on this host may take"
-    assert record.description == DESCRIBED | {"platform": ""}
+    assert record.together is not None
+    assert record.description == DESCRIBED | {"platform": "", TOGETHER: record.together._asdict()}
     assert not (there.path / "index").exists()
     (own,) = list_homes(hosts.one)
     assert own.record is not None and not own.record.guest and own.record.lineage == home.id
@@ -409,7 +411,12 @@ def test_a_guests_cap_is_its_ranks_share(hosts):
 def test_orphans_make_way_for_a_guest_and_a_guest_that_is_one_for_others(hosts):
     run(hosts, (), (SPEC,))
     (old,) = list_homes(hosts.two)
-    other = Store.open(hosts.two).acquire_home(OTHER, {}, HOME_OVERHEAD_BYTES)
+    now = [time.time()]
+    store = Store.open(hosts.two, clock=lambda: now[0])
+    other = store.acquire_home(OTHER, {}, HOME_OVERHEAD_BYTES)
+    assert old.path.exists(), "its engine may start after this one"
+    now[0] += ORPHAN_SPARED_S + 1
+    store.keep(other)
     assert not old.path.exists(), "no engine's cap has room for it"
     other.close(clean=True)
     home = acquire(hosts.one)

@@ -80,7 +80,7 @@ def test_a_new_home_is_not_clean_until_closed_and_is_taken_over_under_a_new_id(s
     assert json.loads((home.path / "HOME").read_text()) == {
         "format_version": 1,
         "fingerprint": MINE.hex(),
-        "description": GEOMETRY,
+        "description": GEOMETRY | {"together": {"nvme_bytes": CAP, "at_s": 1_000_000}},
         "boot_id": "boot-1",
         "clean": False,
         "cap_bytes": CAP,
@@ -105,7 +105,7 @@ def test_a_new_home_is_not_clean_until_closed_and_is_taken_over_under_a_new_id(s
     (summary,) = list_homes(store.path)
     assert (summary.id, summary.alive, summary.record.clean) == (after.id, True, False)
     assert (summary.record.cap_bytes, summary.record.created_s) == (2 * CAP, 1_000_000)
-    assert summary.record.description == renamed
+    assert summary.record.description == renamed | {"together": {"nvme_bytes": 2 * CAP, "at_s": 1_000_100}}
     with pytest.raises(DeviceError) as caught:
         store.join_home(home.id, MINE)
     assert caught.value.errno == errno.ENOENT

@@ -5,6 +5,7 @@ others will take over."""
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from test_cap import MIB, Engine, allocated, ids
 from kvdisk.device import store as store_module
 from kvdisk.device.cap import ORPHAN_SPARED_S
 from kvdisk.device.control import JOINT_CAP, JointCap, read_record
-from kvdisk.device.store import Store
 
 ALL = JointCap("a server", 15 * MIB)
 """For 14 segments of two ranks, with what surrounds them."""
@@ -40,16 +40,6 @@ def test_ranks_that_start_one_after_the_other_find_what_each_had(path):
     assert second[0].next == 7, "it has taken over what it had"
     assert len(ids(path)) == 2
     stop(first + second)
-
-
-def test_without_a_joint_cap_the_first_one_takes_all_room(path):
-    """What a joint cap is for: each cap counts only while its owner lives."""
-    ranks = start(path, "ab", joint=None)
-    assert [rank.fill() for rank in ranks] == [7, 7]
-    stop(ranks)
-    first = start(path, "a", joint=None, now=1)
-    assert ids(path) == {first[0].home.id}
-    stop(first)
 
 
 def test_more_owners_than_shares_never_exceed_it(path):
@@ -94,10 +84,11 @@ def test_others_take_no_room_that_it_has_left(path):
     assert stranger[0].fill() == 7
     assert left in ids(path)
     ranks[0].leave()  # the last: nobody covers what they left
-    stranger[0].leave()
-    again = start(path, "s", joint=None, now=2)
-    assert ids(path) == {again[0].home.id}
-    stop(again)
+    for now_s, is_left in ((ORPHAN_SPARED_S - 1, True), (ORPHAN_SPARED_S + 1, False)):
+        assert stranger[0].keep(now_s)
+        assert (left in ids(path)) is is_left
+    assert ids(path) == {stranger[0].home.id}
+    stop(stranger)
 
 
 def test_a_lower_one_holds_from_the_first_start_on(path):
@@ -118,9 +109,10 @@ def test_upkeep_gives_up_what_a_lower_one_has_no_room_for(path):
     assert [rank.fill() for rank in ranks] == [7, 7]
     left = ranks[1].leave()
     lower = JointCap(ALL.name, 10 * MIB)
+    home = ranks[0].home
+    home.record = replace(home.record, description=home.record.description | {JOINT_CAP: lower._asdict()})
     for now_s, is_left in ((ORPHAN_SPARED_S, True), (ORPHAN_SPARED_S + 1, False)):
-        store = Store.open(path, clock=lambda now_s=now_s: now_s)
-        assert store.trim(ranks[0].home.fingerprint, ORPHAN_SPARED_S, lower) is not is_left
+        assert ranks[0].keep(now_s) is not is_left
         assert (left in ids(path)) is is_left
     ranks[0].leave()
 

@@ -4,8 +4,10 @@ one."""
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
+from contextlib import suppress
 
 import pytest
 import serve
@@ -26,14 +28,22 @@ def main(monkeypatch):
     return run
 
 
+def bind(server, address):
+    """Bind to a port that nobody gets by chance once it is free again; return it."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with suppress(OSError):
+            server.bind((address, port))
+            return port
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])  # noqa: S104
 def test_a_port_of_somebody_elses_server_is_named_before_all_else(main, capsys, address):
     """Also of one that lets others listen beside it, as vLLM's own does."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        other.bind((address, 0))
+        port = bind(other, address)
         other.listen()
-        port = other.getsockname()[1]
         assert main(port) == 1
         (sentence,) = capsys.readouterr().err.splitlines()
         assert f"port {port} is in use" in sentence and f"PORT={port + 1}" in sentence
@@ -42,7 +52,6 @@ def test_a_port_of_somebody_elses_server_is_named_before_all_else(main, capsys, 
 
 def test_a_free_port_is_no_obstacle(main):
     with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
+        port = bind(found, "localhost")
     with pytest.raises(AssertionError, match="it went on"):
         main(port)
