@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with a store, and a joint cap with others: ``joint_cap_owner.py PATH RANK RANKS
-SEED``. It puts and gets until it is killed."""
+"""A process with a store beside others: ``joint_cap_owner.py PATH RANK RANKS SEED JOINT``. It puts
+and gets until it is killed. ``JOINT``: the name of their joint cap; empty: there is none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BLOCKS = 120
 CAP = 2 * bytes_for(KINDS, BLOCKS)
 
 
-def live(path: Path, rank: int, ranks: int, seed: int) -> None:
+def live(path: Path, rank: int, ranks: int, seed: int, joint_name: str) -> None:
     """Put and get until killed; say what was found, when blocks leave for others, and each wrong
     byte."""
     dice, rows, tag, is_full = random.Random(seed), make_rows(), 0, False
     values = {"store_dirs": str(path), "nvme_bytes": CAP // ranks, "index_commit_s": 0.005, "nvme_admission": "all"}
-    joint = JointCap("a server", CAP, f"rank {rank}")
+    joint = JointCap(joint_name, CAP, f"rank {rank}") if joint_name else None
     store = BlockStore.open(Config.from_mapping(values), bytes([rank]) * 32, {}, KINDS, rows, joint_cap=joint)
     print(f"found {len(store.keys())}", flush=True)
     while True:
@@ -46,4 +46,4 @@ def live(path: Path, rank: int, ranks: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    live(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    live(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5])

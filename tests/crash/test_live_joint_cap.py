@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes with a joint cap, each with a store of its own, that are killed: together they never
-exceed it, and each finds what it had."""
+"""Processes with a joint cap, or caps of their own, each with a store of its own, that are killed:
+together they never exceed that, and each finds what it had."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from live_children import SEED, SpaceWatch
 class Rank:
     """One of them."""
 
-    def __init__(self, stack: ExitStack, path: Path, rank: int, ranks: int, seed: int) -> None:
-        """``stack``: with its end this ends, too."""
-        command = [sys.executable, joint_cap_owner.__file__, str(path), str(rank), str(ranks), str(seed)]
+    def __init__(self, stack: ExitStack, path: Path, rank: int, seed: int, joint: str) -> None:
+        """One of two. ``stack``: with its end this ends, too."""
+        command = [sys.executable, joint_cap_owner.__file__, str(path), str(rank), "2", str(seed), joint]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         stack.callback(self.process.kill)
@@ -46,13 +46,14 @@ class Rank:
         assert "WRONG" not in rest
 
 
+@pytest.mark.parametrize("joint", ["a server", ""])
 @pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.torture)])
-def test_killed_ranks_find_what_each_had_within_the_cap(tmp_path: Path, rounds: int) -> None:
+def test_killed_ranks_find_what_each_had_within_the_cap(tmp_path: Path, rounds: int, joint: str) -> None:
     """Whoever starts first. Then others take the room, also more than have shares."""
     dice, store = random.Random(SEED + rounds), tmp_path / "store"
     with ExitStack() as stack:
         watch = stack.enter_context(SpaceWatch(store, lambda: CAP))
-        ranks = {rank: Rank(stack, store, rank, 2, rank) for rank in (0, 1)}
+        ranks = {rank: Rank(stack, store, rank, rank, joint) for rank in (0, 1)}
         for rank in ranks.values():
             rank.fill()
         for turn in range(rounds):
@@ -61,12 +62,13 @@ def test_killed_ranks_find_what_each_had_within_the_cap(tmp_path: Path, rounds: 
             for rank in gone:
                 ranks[rank].kill()
             for rank in sorted(gone, key=lambda each: each != first):
-                ranks[rank] = Rank(stack, store, rank, 2, 10 * turn + rank)
+                ranks[rank] = Rank(stack, store, rank, 10 * turn + rank, joint)
                 assert ranks[rank].found > BLOCKS // 2, (turn, rank)
             if rounds > 1:
                 time.sleep(dice.random())
         ranks[1].kill()
-        others = [Rank(stack, store, 2 + rank, 2, 100 + rank) for rank in range(1 if rounds == 1 else 3)]
+        more = 3 if rounds > 1 and joint else 1
+        others = [Rank(stack, store, 2 + rank, 100 + rank, joint) for rank in range(more)]
         ranks[0].kill()
         for rank in others:
             rank.fill()
