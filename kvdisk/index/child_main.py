@@ -14,12 +14,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from kvdisk.blocks import BlockKey
 from kvdisk.child import ParentPipe
 from kvdisk.errors import DeviceError, KvdiskError
-from kvdisk.index.base import ForeignCopy
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.index.records import Operation, Packed, Table, decode_blocks, decode_segments, encode_block_key
+from kvdisk.index.packed import Operation, Packed, Table, segment_key_in
 
 MOST_OPEN = 64
 """Indexes of others that the process keeps open. It closes the oldest first."""
@@ -90,17 +88,16 @@ class Server:
 
     # -- those of others -----------------------------------------------------------------------
 
-    def find(
-        self, path: str, home_id: str, epoch: int, keys: Sequence[BlockKey]
-    ) -> Iterator[dict[BlockKey, ForeignCopy]]:
-        """Yield the committed copies of ``keys``; none where there is no index."""
+    def find(self, path: str, keys: Sequence[bytes]) -> Iterator[tuple[Packed, Packed]]:
+        """Yield the committed records of blocks that have these ``keys``, and of their segments;
+        none where there is no index."""
         try:
-            yield _find(self._get(path), home_id, epoch, keys)
+            yield _find(self._get(path), keys)
         except KvdiskError as error:
             self._close(path)
             if not _is_missing(error):
                 raise
-            yield {}
+            yield Packed.of((), ()), Packed.of((), ())
 
     def read(self, path: str) -> Iterator[tuple[Table, Packed]]:
         """Yield all records of an index, blocks before segments; nothing where there is no
@@ -138,22 +135,15 @@ def _is_missing(error: KvdiskError) -> bool:
     return isinstance(error, DeviceError) and error.errno == errno.ENOENT
 
 
-def _find(tables: LmdbTables, home_id: str, epoch: int, keys: Sequence[BlockKey]) -> dict[BlockKey, ForeignCopy]:
-    names = [encode_block_key(epoch, key) for key in keys]
-    found = [
-        (name, value) for name, value in zip(names, tables.get(Table.BLOCKS, names), strict=True) if value is not None
-    ]
-    records = list(decode_blocks(Packed.of([name for name, _ in found], [value for _, value in found])).records())
-    wanted = {record.slot.segment for record in records}
-    found_segments = [each for part in tables.scan(Table.SEGMENTS) for each in decode_segments(part)]
-    segments = {each.segment: each for each in found_segments if each.segment in wanted}
-    return {
-        record.key: ForeignCopy(
-            home_id, segments[record.slot.segment], record.slot.index, record.generation, record.stored_s
-        )
-        for record in records
-        if record.slot.segment in segments
-    }
+def _find(tables: LmdbTables, keys: Sequence[bytes]) -> tuple[Packed, Packed]:
+    blocks = _those_there(keys, tables.get(Table.BLOCKS, keys))
+    wanted = sorted({segment_key_in(value) for _, value in blocks.items()})
+    return blocks, _those_there(wanted, tables.get(Table.SEGMENTS, wanted))
+
+
+def _those_there(keys: Sequence[bytes], values: Sequence[bytes | None]) -> Packed:
+    found = [(key, value) for key, value in zip(keys, values, strict=True) if value is not None]
+    return Packed.of([key for key, _ in found], [value for _, value in found])
 
 
 def _identity(path: str) -> _Identity | None:

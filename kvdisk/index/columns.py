@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import in_record_s
 from kvdisk.index.base import BlockColumns
-from kvdisk.index.records import Packed, decode_blocks
+from kvdisk.index.packed import Packed
+from kvdisk.index.records import decode_blocks
 
 _RUN_GENERATIONS = 4096
 _SPREAD_S = 3600

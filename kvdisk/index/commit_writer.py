@@ -14,7 +14,7 @@ from typing import Protocol
 from kvdisk.errors import CorruptRecord, KvdiskError, QuietLog, start_thread
 from kvdisk.index.base import IndexState, Progress
 from kvdisk.index.map_size import MAX_TRANSACTION
-from kvdisk.index.records import Operation
+from kvdisk.index.packed import Operation
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from kvdisk.index.base import BlockColumns, IndexState, Progress, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter, IndexGone
 from kvdisk.index.index_process import MAIN, ChildEnded, IndexProcess
 from kvdisk.index.map_size import MIN_MAP_BYTES, map_bytes_for
+from kvdisk.index.packed import Operation, Packed, Table
 from kvdisk.index.record_index import Index, Part
-from kvdisk.index.records import Operation, Packed, Table, encode_block, encode_segment
+from kvdisk.index.records import encode_block, encode_segment
 
 __all__ = ["MIN_MAP_BYTES", "LmdbIndex", "TablesProcess", "map_bytes_for", "write_index"]
 

@@ -25,7 +25,7 @@ import lmdb
 
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
 from kvdisk.index.map_size import MAX_TRANSACTION, RESERVE_UNITS, STEP_BYTES, planned_bytes
-from kvdisk.index.records import Operation, Packed, Table
+from kvdisk.index.packed import Operation, Packed, Table
 
 LOCK_WAIT_S = 15.0
 """Seconds that an owner waits for the owner before it: the process of a killed engine ends its

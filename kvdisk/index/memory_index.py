@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvdisk.index.base import IndexState, Progress
+from kvdisk.index.packed import Operation, Packed, Table
 from kvdisk.index.record_index import Index, Part
-from kvdisk.index.records import Operation, Packed, Table
 
 
 class MemoryIndex(Index):

@@ -13,7 +13,8 @@ from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.index.base import BlockColumns, ForeignCopy, SegmentRecord
 from kvdisk.index.columns import join_columns
 from kvdisk.index.index_process import IndexProcess
-from kvdisk.index.records import Table, decode_blocks, decode_segments
+from kvdisk.index.packed import Table
+from kvdisk.index.records import decode_blocks, decode_segments, encode_block_key
 
 
 class IndexContent(NamedTuple):
@@ -55,13 +56,19 @@ class ReaderProcess(IndexProcess):
     ) -> dict[BlockKey, ForeignCopy]:
         """Return the copies of ``keys`` in the index of an engine store; none where there is no
         index."""
+        names = [encode_block_key(epoch, key) for key in keys]
         try:
-            found: dict[BlockKey, ForeignCopy] = self.ask(
-                timeout_s, "find", str(index_path), home_id, epoch, tuple(keys)
-            )
+            blocks, segments = self.ask(timeout_s, "find", str(index_path), names)
+            of = {each.segment: each for each in decode_segments(segments)}
+            return {
+                block.key: ForeignCopy(
+                    home_id, of[block.slot.segment], block.slot.index, block.generation, block.stored_s
+                )
+                for block in decode_blocks(blocks).records()
+                if block.slot.segment in of
+            }
         except (CorruptRecord, DeviceError) as error:
             raise _without_path(error, index_path) from error
-        return found
 
     def read(self, index_path: Path) -> IndexContent:
         """Return all that an index holds."""

@@ -16,10 +16,8 @@ from typing import TypeVar
 from kvdisk.blocks import BlockKey
 from kvdisk.index.base import BlockColumns, BlockRecord, Progress, SegmentRecord
 from kvdisk.index.columns import join_columns
+from kvdisk.index.packed import Operation, Packed, Table
 from kvdisk.index.records import (
-    Operation,
-    Packed,
-    Table,
     decode_blocks,
     decode_segments,
     encode_block,

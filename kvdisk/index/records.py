@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of index records: no other code knows them. Many blocks are decoded at once.
+"""The bytes of index records: no other code knows them, but for where a block's value names its
+segment (``packed``). Many blocks are decoded at once.
 
 Blocks table. Key: epoch (8 bytes, big-endian) and block key. Value, big-endian: version u8, segment
 u32, slot index u32, generation u64, stored_s u32, length of the parent key u8 (0: none), parent
@@ -15,10 +16,8 @@ of its range is a programmer's error.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from enum import IntEnum
-from itertools import accumulate, pairwise, starmap
-from typing import NamedTuple, cast
+from itertools import starmap
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from kvdisk.blocks import GROUP_BYTES, MAX_KEY_BYTES, BlockKey
 from kvdisk.errors import CorruptRecord
 from kvdisk.geometry import EPOCH_LIMIT
 from kvdisk.index.base import BlockColumns, BlockRecord, SegmentRecord
+from kvdisk.index.packed import Packed
 from kvdisk.messages import FOREIGN_SEGMENTS
 
 RECORD_VERSION = 1
@@ -41,53 +41,6 @@ _BLOCKS = np.dtype(list(zip(_FIELDS, ("u1", ">u4", ">u4", ">u8", ">u4", "u1"), s
 """The dtype of an array of ``_BLOCK`` values."""
 _SEGMENT_KEY = struct.Struct(">I")
 _SEGMENT = struct.Struct(">BQIH")
-
-
-class Table(IntEnum):
-    """Whether a record is of a block or of a segment."""
-
-    BLOCKS = 0
-    SEGMENTS = 1
-
-
-class Operation(NamedTuple):
-    """One record to put, or to delete where ``value`` is None."""
-
-    table: Table
-    key: bytes
-    value: bytes | None
-
-    @property
-    def droppable(self) -> bool:
-        """Whether a failed commit may drop it: only puts of blocks may be dropped."""
-        return self.value is not None and self.table is Table.BLOCKS
-
-
-class Packed(NamedTuple):
-    """Encoded records of one table, ascending: the bytes of all keys, joined, those of all values,
-    and the length of each key and value. Many records are one object, and quick to send."""
-
-    keys: bytes
-    key_bytes: NDArray[np.uint32]
-    values: bytes
-    value_bytes: NDArray[np.uint32]
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes], values: Sequence[bytes]) -> Packed:
-        """Return these records, packed."""
-        return cls(b"".join(keys), _lengths(keys), b"".join(values), _lengths(values))
-
-    def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield each record's key and value."""
-        return zip(_split(self.keys, self.key_bytes), _split(self.values, self.value_bytes), strict=True)
-
-
-def _lengths(texts: Sequence[bytes]) -> NDArray[np.uint32]:
-    return np.fromiter(map(len, texts), np.uint32, len(texts))
-
-
-def _split(text: bytes, lengths: NDArray[np.uint32]) -> Iterator[bytes]:
-    return (text[start:end] for start, end in pairwise(accumulate(lengths.tolist(), initial=0)))
 
 
 def encode_block_key(epoch: int, key: BlockKey) -> bytes:
@@ -113,7 +66,7 @@ def decode_blocks(packed: Packed) -> BlockColumns:
     The caller sees to the order that ``BlockColumns`` requires. Raises CorruptRecord for the first
     bytes that no record encodes to.
     """
-    key_bytes, value_bytes = packed.key_bytes.astype(np.int64), packed.value_bytes.astype(np.int64)
+    key_bytes, value_bytes = (np.array(each, np.int64) for each in (packed.key_bytes, packed.value_bytes))
     key_starts, ends = np.cumsum(key_bytes) - key_bytes, np.cumsum(value_bytes)
     starts, values = ends - value_bytes, packed.values + bytes(_BLOCK.size)
     fixed = _pieces(values, starts, _BLOCK.size).view(_BLOCKS)

@@ -175,6 +175,8 @@ def end(parts: SchedulerHalf, *, clean: bool = True) -> None:
     if clean:
         parts.close()
     else:
+        for background in parts.backgrounds:  # its threads end with an engine, too
+            background.close()
         parts.index.close()
         parts.home.close(clean=False)
 

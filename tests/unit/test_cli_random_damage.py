@@ -15,7 +15,8 @@ from cli_stores import HYBRID, leave_home, run_here
 from rebuild_stores import make_store
 
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.index.records import Operation, Table, decode_segments, encode_segment
+from kvdisk.index.packed import Operation, Table
+from kvdisk.index.records import decode_segments, encode_segment
 
 COMMANDS = (
     ["inspect"],

@@ -10,7 +10,7 @@ from support.waits import until
 from kvdisk.errors import DeviceError
 from kvdisk.index.base import IndexState, Progress
 from kvdisk.index.commit_writer import LATE_S, CommitWriter, IndexGone, Operation
-from kvdisk.index.records import Table
+from kvdisk.index.packed import Table
 
 ONLY_WHEN_TOLD_S = 3600.0
 WAIT_S = 60.0

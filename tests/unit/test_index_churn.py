@@ -18,7 +18,8 @@ from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.lmdb_tables import LmdbTables
 from kvdisk.index.map_size import planned_bytes
-from kvdisk.index.records import Operation, Table, encode_block
+from kvdisk.index.packed import Operation, Table
+from kvdisk.index.records import encode_block
 
 
 class Churned:

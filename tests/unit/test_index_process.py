@@ -49,6 +49,12 @@ def index(path: Path) -> Iterator[LmdbIndex]:
     made._tables.kill()
 
 
+def test_its_process_starts_without_what_takes_long_to_import() -> None:
+    """One is started for each engine, and for each command that reads a store."""
+    code = "import sys; from kvdisk.index.child_main import main; assert not {'numpy', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def end(index: LmdbIndex, number: int = signal.SIGKILL) -> None:
     """End the process of an index, and see it end."""
     pid = index.pid

@@ -20,7 +20,8 @@ from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter
 from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
 from kvdisk.index.lmdb_tables import LmdbTables
-from kvdisk.index.records import Operation, Table, encode_block
+from kvdisk.index.packed import Operation, Table
+from kvdisk.index.records import encode_block
 
 ONLY_WHEN_TOLD_S = 3600.0
 

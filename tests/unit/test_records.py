@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kvdisk.blocks import MAX_KEY_BYTES, BlockKey, Slot, make_block_key
 from kvdisk.errors import CorruptRecord
 from kvdisk.index.base import BlockRecord, SegmentRecord
-from kvdisk.index.records import Packed, decode_blocks, decode_segment, encode_block, encode_block_key, encode_segment
+from kvdisk.index.packed import Packed
+from kvdisk.index.records import decode_blocks, decode_segment, encode_block, encode_block_key, encode_segment
 
 u16 = st.integers(0, 2**16 - 1)
 u32 = st.integers(0, 2**32 - 1)

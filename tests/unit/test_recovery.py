@@ -42,8 +42,9 @@ from kvdisk.geometry import slot_offset
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import TablesProcess
 from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.packed import Operation, Table
 from kvdisk.index.reader_process import IndexContent, read_indexes
-from kvdisk.index.records import Operation, Table, decode_segments, encode_segment
+from kvdisk.index.records import decode_segments, encode_segment
 
 
 def _garbage(index: Path) -> None:
