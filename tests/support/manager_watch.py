@@ -73,8 +73,8 @@ class ManagerWatch(Watch):
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks of live requests that were seen in some tier, or on their way there, since they were
     offered."""
-    _refused: dict[tuple[str, BlockKey], tuple[int, float]] = field(default_factory=dict)
-    """Offers that found no room, by request: ``_changes`` then, and when."""
+    _refused: dict[tuple[str, BlockKey, int], tuple[int, float]] = field(default_factory=dict)
+    """Offers that found no room, by request and epoch: ``_changes`` then, and when."""
     _at_rest: bool = False
     _changes: int = 0
     """Rises whenever room may have come free."""
@@ -221,7 +221,7 @@ class ManagerWatch(Watch):
         and what a search that ended early found no room for.
         ``how``: of a victim's blocks, which are gone when there is room.
         """
-        owner = "" if request is None else request.request_id
+        owner, epoch = "" if request is None else request.request_id, self.parts.manager._state.epoch
         left: set[BlockKey] = set()
         if request is None:
             self.note_progress()
@@ -229,7 +229,7 @@ class ManagerWatch(Watch):
         for key in offers.keys if not how and not self._at_rest else ():
             if self._is_state(key):
                 continue  # the step that leaves it tries twice
-            changes, refused_s = self._refused.pop((owner, key), (-1, -math.inf))
+            changes, refused_s = self._refused.pop((owner, key, epoch), (-1, -math.inf))
             waited = key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
             assert self._changes > changes, "an offer is repeated though no room can have come free"
@@ -239,7 +239,7 @@ class ManagerWatch(Watch):
         answer = self._store(offers, request, now, **how)
         is_final = not how and not self.parts.manager._tiers.first.is_searching
         for key in answer.unserved.keys if is_final else ():
-            self._refused[owner, key] = self._changes, now
+            self._refused[owner, key, epoch] = self._changes, now
         held |= {key for key in offers.keys if self._is_held(key)}
         self._stored |= {(owner, key) for key in held.difference(answer.unserved.keys)}
         return answer
