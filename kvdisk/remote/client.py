@@ -14,7 +14,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvdisk.config import BUCKETS, Config
+from kvdisk.config import BUCKETS, REMOTES, Config
 from kvdisk.errors import ConfigError, QuietLog, start_thread
 from kvdisk.remote import planes
 from kvdisk.remote.base import (
@@ -49,6 +49,10 @@ MOST_CODED_SHARE = 0.9375
 """An object that coding does not make this much shorter is put as it is: reading it would take a
 processor's time, and save next to none of the link's."""
 _CLOSE_TIMEOUT_S = 5.0
+_CLIENTS: Mapping[str, Callable[..., Bucket]] = {**dict.fromkeys(BUCKETS, ObstoreBucket), "mooncake": MooncakeBucket}
+"""By the scheme of ``remote``, what makes a store's client of an address, its options and a
+deadline."""
+assert tuple(_CLIENTS) == REMOTES
 
 
 def open_remote(config: Config) -> BucketObjects:
@@ -69,8 +73,7 @@ def open_listed(config: Config) -> ObstoreBucket | None:
 def _open_bucket(config: Config) -> Bucket:
     """Return the store's client: the one place that gives a setting of the user's to it."""
     assert config.remote is not None
-    make: Callable[..., Bucket] = ObstoreBucket if _scheme_of(config) in BUCKETS else MooncakeBucket
-    return make(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+    return _CLIENTS[_scheme_of(config)](config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
 
 
 def _scheme_of(config: Config) -> str:
