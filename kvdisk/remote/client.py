@@ -24,7 +24,6 @@ import numpy as np
 
 from kvdisk.config import BUCKETS, REMOTES, Config
 from kvdisk.errors import ConfigError, QuietLog, start_thread
-from kvdisk.remote import planes
 from kvdisk.remote.base import (
     ANSWERS,
     Bucket,
@@ -35,7 +34,7 @@ from kvdisk.remote.base import (
     Result,
     StoreBusy,
 )
-from kvdisk.remote.coding import Coding
+from kvdisk.remote.coding import Codec, Coding, make_codec
 from kvdisk.remote.mooncake import MooncakeBucket
 from kvdisk.remote.obstore_bucket import ObstoreBucket
 
@@ -58,7 +57,7 @@ assert tuple(_CLIENTS) == REMOTES
 def open_remote(config: Config) -> BucketObjects:
     """Return the remote store; nothing has been asked of it yet. Raises ConfigError."""
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
-    codec = None if config.remote_codec is None else planes.PlanesCodec()
+    codec = None if config.remote_codec is None else make_codec(config.remote_codec)
     return BucketObjects(_open_bucket(config), deadline_s=config.remote_deadline_s, key=key, codec=codec)
 
 
@@ -144,7 +143,7 @@ class BucketObjects:
         *,
         deadline_s: float,
         key: bytes | None = None,
-        codec: planes.PlanesCodec | None = None,
+        codec: Codec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
@@ -267,7 +266,7 @@ class BucketObjects:
                 return _Ending(Result.FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     async def _exists(self, asked: RemoteObject) -> _Ending:
-        names = [asked.name] if self._coding is None else [asked.name + planes.SUFFIX, asked.name]
+        names = [asked.name] if self._coding is None else [asked.name + self._coding.codec.suffix, asked.name]
         for name in names:
             if await self._bucket.exists(name):
                 return _THERE
@@ -296,8 +295,8 @@ class BucketObjects:
     async def _get_coded(self, coding: Coding, asked: RemoteObject) -> _Ending:
         """Read the coded object, whose length is not known before, into memory of our own, and
         decode it."""
-        name, byte_count = asked.name + planes.SUFFIX, len(asked.buffer)
-        most_bytes = planes.most_coded_bytes(byte_count)
+        name, byte_count = asked.name + coding.codec.suffix, len(asked.buffer)
+        most_bytes = coding.codec.most_coded_bytes(byte_count)
         taken: list[RemoteObject] = []
 
         def take(found: Any) -> Result:
@@ -342,10 +341,10 @@ class BucketObjects:
         With ``over`` it is coded in any case: a bad object under the name that readers ask for
         first would hide one under the other.
         """
-        name = asked.name + planes.SUFFIX
+        name = asked.name + coding.codec.suffix
         if not over and await self._bucket.exists(name):
             return _THERE
-        async with coding.room(len(asked.buffer) + planes.most_coded_bytes(len(asked.buffer))):
+        async with coding.room(len(asked.buffer) + coding.codec.most_coded_bytes(len(asked.buffer))):
             copy = np.frombuffer(asked.buffer, np.uint8).copy()
             coded = await coding.encode(copy, asked.element_bytes, asked.verify)
             if coded is None:
