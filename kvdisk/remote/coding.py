@@ -56,19 +56,19 @@ class Codec(Protocol):
         coded like this. ``coded`` is foreign: what it says is checked before memory is taken."""
 
 
-_CODECS: Mapping[str, type[Codec]] = {"zstd-planes": PlanesCodec}
-assert tuple(_CODECS) == CODECS
+CODEC_TYPES: Mapping[str, type[Codec]] = {"zstd-planes": PlanesCodec}
+assert tuple(CODEC_TYPES) == CODECS
 
 
 def make_codec(name: str) -> Codec:
     """Return a codec; ``name``: one of ``CODECS``. Raises ConfigError where its package is
     missing."""
-    return _CODECS[name]()
+    return CODEC_TYPES[name]()
 
 
 def codec_of(object_name: str) -> type[Codec] | None:
     """Return what coded the object of a name; None: it is there as it is."""
-    return next((codec for codec in _CODECS.values() if object_name.endswith(codec.suffix)), None)
+    return next((codec for codec in CODEC_TYPES.values() if object_name.endswith(codec.suffix)), None)
 
 
 class Coding:
