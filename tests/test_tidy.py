@@ -310,6 +310,27 @@ def test_the_architecture_names_only_modules_that_exist(name):
     assert not {Path(name).name for name in re.findall(r"[\w/]+\.py", text)} - {path.name for path in modules()}
 
 
+def test_the_architecture_names_only_members_that_exist():
+    """Each ``Class.member``, by the classes of ours; it may be one of several classes of a name."""
+    members: dict[str, set[str]] = {}
+    for node in (each for path in modules() for each in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ClassDef):
+            bodies = (each.target if isinstance(each, ast.AnnAssign) else each for each in node.body)
+            names = (getattr(each, "name", getattr(each, "id", "")) for each in bodies)
+            members.setdefault(node.name, set()).update(names)
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)", (ROOT / "docs/ARCHITECTURE.md").read_text())
+    assert len(named) > 20 and not [each for each in named if each[1] not in members.get(each[0], ())]
+
+
+def test_where_a_change_goes_names_what_is_in_its_file():
+    """Names in parentheses behind a module."""
+    text = (ROOT / "docs/CHANGING.md").read_text()
+    rows = re.findall(r"`([\w/]+\.py)` \(([^)]*)\)", text)
+    sources = {path: "".join(each.read_text() for each in (ROOT / "kvdisk").rglob(path)) for path, _ in rows}
+    named = [(path, name) for path, inside in rows for name in re.findall(r"`(?:\w+\.)*(\w+)`", inside)]
+    assert len(named) > 40 and not [(path, name) for path, name in named if name not in sources[path]]
+
+
 def imports_of(name: str, known: Collection[str]) -> set[str]:
     """Return the modules of ours that one imports, those for type checking included."""
     path = ROOT / name.replace(".", "/")

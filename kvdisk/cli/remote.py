@@ -43,8 +43,8 @@ from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printabl
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES, open_listed, open_remote
+from kvdisk.remote.coding import codec_of
 from kvdisk.remote.obstore_bucket import PAGE_OBJECTS, Listed, ObstoreBucket, why_failed
-from kvdisk.remote.planes import SUFFIX, PlanesCodec, raw_bytes_of
 from kvdisk.tier_settings import check_either
 
 FromRemote = Annotated[
@@ -93,7 +93,7 @@ class RemoteNamespace:
         stored_s = [one.stored_s for one in page]
         self.objects += len(page)
         self.bytes += sum(one.size_bytes for one in page)
-        coded = [one.size_bytes for one in page if one.name.endswith(SUFFIX)]
+        coded = [one.size_bytes for one in page if codec_of(one.name)]
         self.coded_objects += len(coded)
         self.coded_bytes += sum(coded)
         self.oldest_s = min(stored_s + ([] if self.oldest_s is None else [self.oldest_s]))
@@ -297,12 +297,12 @@ def _judge(verdict: RemoteVerdict, one: Listed, body: memoryview, result: Result
     if result in _WORDS:
         verdict.unread.append(WrongObject(one.name, "read", _WORDS[result]))
         return
-    name, codec = one.name.removesuffix(SUFFIX), None
-    if name != one.name and result is Result.OK:
+    coded_by, codec = codec_of(one.name), None
+    if coded_by is not None and result is Result.OK:
         try:
-            codec = PlanesCodec()
+            codec = coded_by()
         except ConfigError:
-            verdict.unread.append(WrongObject(one.name, "read", "it is coded: install zstandard"))
+            verdict.unread.append(WrongObject(one.name, "read", f"it is coded: install {coded_by.package}"))
             return
     verdict.objects += 1
     if result is Result.BAD:
@@ -310,13 +310,13 @@ def _judge(verdict: RemoteVerdict, one: Listed, body: memoryview, result: Result
         return
     verdict.read_bytes += one.size_bytes
     if codec is not None:
-        decoded = codec.decode(body, min(raw_bytes_of(body) or 0, MOST_OBJECT_BYTES))
+        decoded = codec.decode(body, min(codec.raw_bytes_of(body) or 0, MOST_OBJECT_BYTES))
         if decoded is None:
             verdict.wrong.append(WrongObject(one.name, "code", "it cannot be decoded"))
             return
         body = decoded.data
     verdict.decoded_bytes += len(body)
-    wrong = check_object(name, body)
+    wrong = check_object(one.name.removesuffix("" if coded_by is None else coded_by.suffix), body)
     if wrong is not None:
         verdict.wrong.append(replace(wrong, name=one.name))
 

@@ -170,8 +170,9 @@ class RequestState:
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``keys``: by group, of those that were there at the last ``update_keys``. ``arrival``: its
-    number in order of arrival. ``tenant``: the digest of its salt, 0: it has none. ``stale``: what
-    it has computed is of weights that are gone, and nothing of it is stored; until it starts again.
+    number in order of arrival; the manager does not keep at what time that was. ``tenant``: the
+    digest of its salt, 0: it has none. ``stale``: what it has computed is of weights that are gone,
+    and nothing of it is stored; until it starts again.
     """
 
     request_id: str
@@ -192,7 +193,8 @@ class RequestState:
     visits: list[tuple[int, Visit] | None] = field(default_factory=list)
     """By group: up to where its blocks are counted as wanted at once, and as a part of what."""
     came: int | None = None
-    """The time of the history of reuse as the request came; None: nothing of it is counted."""
+    """The time of the history of reuse, which counts blocks, as the request came; None: nothing of
+    it is counted."""
     states: list[BlockKey] = field(default_factory=list)
     """Recurrent states that it wants and has not used yet."""
     lookups: Lookups = field(default_factory=Lookups)

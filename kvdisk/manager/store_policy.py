@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from kvdisk.blocks import BlockKey
-from kvdisk.config import make_own
+from kvdisk.config import STORE_POLICIES, make_own
 from kvdisk.context import SchedulerContext
 
 
@@ -168,12 +168,13 @@ _POLICIES: Mapping[str, Callable[[], StorePolicy]] = {
     "on_preemption": OnPreemption,
     "spillover": Spillover,
 }
+assert tuple(_POLICIES) == STORE_POLICIES
 
 
 def make_store_policy(name: str) -> StorePolicy:
-    """Return a new policy by its name, or of the class that ``module:Class`` names. Raises
-    ConfigError."""
-    if name in _POLICIES:
+    """Return a new policy; ``name``: one of ``STORE_POLICIES``, or a class of the user's as
+    ``module:Class``. Raises ConfigError."""
+    if ":" not in name:
         return _POLICIES[name]()
     own: StorePolicy = make_own("store_policy", name, StorePolicy)
     return own

@@ -14,7 +14,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvdisk.config import BUCKETS, Config
+from kvdisk.config import BUCKETS, REMOTES, Config
 from kvdisk.errors import ConfigError, QuietLog, start_thread
-from kvdisk.remote import planes
 from kvdisk.remote.base import (
     ANSWERS,
     Bucket,
@@ -35,7 +34,7 @@ from kvdisk.remote.base import (
     Result,
     StoreBusy,
 )
-from kvdisk.remote.coding import Coding
+from kvdisk.remote.coding import Codec, Coding, make_codec
 from kvdisk.remote.mooncake import MooncakeBucket
 from kvdisk.remote.obstore_bucket import ObstoreBucket
 
@@ -49,12 +48,16 @@ MOST_CODED_SHARE = 0.9375
 """An object that coding does not make this much shorter is put as it is: reading it would take a
 processor's time, and save next to none of the link's."""
 _CLOSE_TIMEOUT_S = 5.0
+_CLIENTS: Mapping[str, Callable[..., Bucket]] = {**dict.fromkeys(BUCKETS, ObstoreBucket), "mooncake": MooncakeBucket}
+"""By the scheme of ``remote``, what makes a store's client of an address, its options and a
+deadline."""
+assert tuple(_CLIENTS) == REMOTES
 
 
 def open_remote(config: Config) -> BucketObjects:
     """Return the remote store; nothing has been asked of it yet. Raises ConfigError."""
     key = None if config.remote_key_file is None else seal_key(config.remote_key_file)
-    codec = None if config.remote_codec is None else planes.PlanesCodec()
+    codec = None if config.remote_codec is None else make_codec(config.remote_codec)
     return BucketObjects(_open_bucket(config), deadline_s=config.remote_deadline_s, key=key, codec=codec)
 
 
@@ -69,8 +72,7 @@ def open_listed(config: Config) -> ObstoreBucket | None:
 def _open_bucket(config: Config) -> Bucket:
     """Return the store's client: the one place that gives a setting of the user's to it."""
     assert config.remote is not None
-    make: Callable[..., Bucket] = ObstoreBucket if _scheme_of(config) in BUCKETS else MooncakeBucket
-    return make(config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
+    return _CLIENTS[_scheme_of(config)](config.remote, dict(config.remote_options), deadline_s=config.remote_deadline_s)
 
 
 def _scheme_of(config: Config) -> str:
@@ -141,7 +143,7 @@ class BucketObjects:
         *,
         deadline_s: float,
         key: bytes | None = None,
-        codec: planes.PlanesCodec | None = None,
+        codec: Codec | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = bucket
@@ -264,7 +266,7 @@ class BucketObjects:
                 return _Ending(Result.FAILED, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     async def _exists(self, asked: RemoteObject) -> _Ending:
-        names = [asked.name] if self._coding is None else [asked.name + planes.SUFFIX, asked.name]
+        names = [asked.name] if self._coding is None else [asked.name + self._coding.codec.suffix, asked.name]
         for name in names:
             if await self._bucket.exists(name):
                 return _THERE
@@ -293,8 +295,8 @@ class BucketObjects:
     async def _get_coded(self, coding: Coding, asked: RemoteObject) -> _Ending:
         """Read the coded object, whose length is not known before, into memory of our own, and
         decode it."""
-        name, byte_count = asked.name + planes.SUFFIX, len(asked.buffer)
-        most_bytes = planes.most_coded_bytes(byte_count)
+        name, byte_count = asked.name + coding.codec.suffix, len(asked.buffer)
+        most_bytes = coding.codec.most_coded_bytes(byte_count)
         taken: list[RemoteObject] = []
 
         def take(found: Any) -> Result:
@@ -339,10 +341,10 @@ class BucketObjects:
         With ``over`` it is coded in any case: a bad object under the name that readers ask for
         first would hide one under the other.
         """
-        name = asked.name + planes.SUFFIX
+        name = asked.name + coding.codec.suffix
         if not over and await self._bucket.exists(name):
             return _THERE
-        async with coding.room(len(asked.buffer) + planes.most_coded_bytes(len(asked.buffer))):
+        async with coding.room(len(asked.buffer) + coding.codec.most_coded_bytes(len(asked.buffer))):
             copy = np.frombuffer(asked.buffer, np.uint8).copy()
             coded = await coding.encode(copy, asked.element_bytes, asked.verify)
             if coded is None:

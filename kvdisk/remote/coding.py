@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coding beside the client's event loop: a few threads, and room for what they hold.
+"""The codecs of ``remote_codec``, by name; and coding beside the client's event loop: a few
+threads, and room for what they hold.
 
 A thread never touches a buffer of the client's caller: it gets bytes of its own, and returns
 others. So a request that is given up holds none while a thread goes on.
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Protocol
 
+from kvdisk.config import CODECS
 from kvdisk.remote.planes import Bytes, PlanesCodec
 
 THREADS = 4
@@ -25,12 +28,55 @@ ROOM_BYTES = 256 << 20
 more."""
 
 
+class Codec(Protocol):
+    """Codes objects without loss. Any thread may call.
+
+    ``suffix``: what the name of a coded object ends with, behind the name that it would have as it
+    is: who does not know the codec never asks for it. ``package``: what it needs beside kvdisk.
+    """
+
+    suffix: str
+    package: str
+
+    @staticmethod
+    def most_coded_bytes(byte_count: int) -> int:
+        """Return the length of the longest object that so many bytes are coded to."""
+
+    @staticmethod
+    def raw_bytes_of(coded: memoryview) -> int | None:
+        """Return how many bytes a coded object says that it is decoded to; None where it is
+        none."""
+
+    def encode(self, raw: Bytes, element_bytes: int = 1) -> bytes:
+        """Return a vector coded. ``element_bytes``: the size of its elements, which makes it
+        shorter and matters to nothing else."""
+
+    def decode(self, coded: memoryview, byte_count: int) -> Bytes | None:
+        """Return the ``byte_count`` bytes that were coded; None where it is not so many, or not
+        coded like this. ``coded`` is foreign: what it says is checked before memory is taken."""
+
+
+CODEC_TYPES: Mapping[str, type[Codec]] = {"zstd-planes": PlanesCodec}
+assert tuple(CODEC_TYPES) == CODECS
+
+
+def make_codec(name: str) -> Codec:
+    """Return a codec; ``name``: one of ``CODECS``. Raises ConfigError where its package is
+    missing."""
+    return CODEC_TYPES[name]()
+
+
+def codec_of(object_name: str) -> type[Codec] | None:
+    """Return what coded the object of a name; None: it is there as it is."""
+    return next((codec for codec in CODEC_TYPES.values() if object_name.endswith(codec.suffix)), None)
+
+
 class Coding:
     """Codes and decodes on threads, which start when they are first needed. The event loop's thread
     makes all calls; ``close`` may come from any."""
 
-    def __init__(self, codec: PlanesCodec) -> None:
-        self._codec = codec
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
         self._threads = ThreadPoolExecutor(max(1, min(THREADS, len(os.sched_getaffinity(0)) // 2)), "kvdisk-codec")
         self._left = ROOM_BYTES
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -71,13 +117,13 @@ class Coding:
         def run() -> bytes | None:
             if verify is not None and not verify(raw.data):
                 return None
-            return self._codec.encode(raw, element_bytes)
+            return self.codec.encode(raw, element_bytes)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     async def decode(self, coded: memoryview, byte_count: int) -> Bytes | None:
-        """See ``PlanesCodec.decode``."""
-        run = partial(self._codec.decode, coded, byte_count)
+        """See ``Codec.decode``."""
+        run = partial(self.codec.decode, coded, byte_count)
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def close(self) -> None:

@@ -30,8 +30,6 @@ Bytes = npt.NDArray[np.uint8]
 """A vector of bytes."""
 
 SUFFIX = ".zstd-planes1"
-"""What the name of a coded object ends with, behind the name that it would have as it is: who does
-not know the codec never asks for it."""
 PIECE_ELEMENTS = 1 << 17
 """As many as zstd has bytes in a block, so that larger pieces would shrink no further."""
 HEAD = struct.Struct("<8sQQ")
@@ -46,20 +44,11 @@ _LEAST_WINDOW = 1024
 """zstd has no window that is smaller."""
 
 
-def most_coded_bytes(byte_count: int) -> int:
-    """Return the length of the longest object that so many bytes are coded to."""
-    return byte_count + byte_count // 64 + 1024
-
-
-def raw_bytes_of(coded: memoryview) -> int | None:
-    """Return how many bytes a coded object says that it is decoded to; None where it is none."""
-    if len(coded) < HEAD.size or coded[: len(_MAGIC)] != _MAGIC:
-        return None
-    return int(HEAD.unpack_from(coded)[2])
-
-
 class PlanesCodec:
-    """Codes and decodes. Any thread may call. Raises ConfigError where its package is missing."""
+    """See ``Codec`` and the module. Raises ConfigError where its package is missing."""
+
+    suffix = SUFFIX
+    package = "zstandard"
 
     def __init__(self) -> None:
         try:
@@ -70,9 +59,19 @@ class PlanesCodec:
         self._of_thread = threading.local()
         """Each thread's compressor and decompressor: they are for one thread at a time."""
 
+    @staticmethod
+    def most_coded_bytes(byte_count: int) -> int:
+        return byte_count + byte_count // 64 + 1024
+
+    @staticmethod
+    def raw_bytes_of(coded: memoryview) -> int | None:
+        if len(coded) < HEAD.size or coded[: len(_MAGIC)] != _MAGIC:
+            return None
+        return int(HEAD.unpack_from(coded)[2])
+
     def encode(self, raw: Bytes, element_bytes: int = 1) -> bytes:
-        """Return a vector coded. ``element_bytes``: of an element, 1, 2 or 4; another, or one that
-        does not divide the vector, is as 1. It is better for the length alone."""
+        """See ``Codec.encode``. Elements have 1, 2 or 4 bytes; another size, or one that does not
+        divide the vector, is as 1."""
         planes = element_bytes if element_bytes in _PLANES and raw.size % element_bytes == 0 else 1
         compress = self._own("compressor", self._make_compressor).compress
         frames = [
@@ -84,8 +83,6 @@ class PlanesCodec:
         return b"".join((HEAD.pack(_MAGIC, planes, raw.size), lengths.tobytes(), *frames))
 
     def decode(self, coded: memoryview, byte_count: int) -> Bytes | None:
-        """Return the ``byte_count`` bytes that were coded; None where it is not so many, or not
-        coded like this."""
         frames = self._frames(coded, byte_count)
         if frames is None:
             return None
@@ -107,7 +104,7 @@ class PlanesCodec:
     def _frames(self, coded: memoryview, byte_count: int) -> list[memoryview] | None:
         """Return the frames of a coded object, each of which says that it has its part of
         ``byte_count`` bytes, and needs no more memory than about that; None where it is not so."""
-        if raw_bytes_of(coded) != byte_count or not byte_count:
+        if self.raw_bytes_of(coded) != byte_count or not byte_count:
             return None
         planes = int(HEAD.unpack_from(coded)[1])
         if planes not in _PLANES or byte_count % planes:

@@ -33,7 +33,8 @@ class BatchQueue:
     """Keeps batches until they may begin, and lends them staging. Stores leave half of it to loads.
 
     ``under_way``: the batches that have begun and not ended, late ones too. The mover's thread
-    calls everything.
+    calls everything, in each of its turns: it asks again for what has to wait, and needs no call
+    when that may begin.
     """
 
     def __init__(self, resources: Resources) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvdisk.config import Config
 from kvdisk.errors import ConfigError
 from kvdisk.remote.client import open_remote
-from kvdisk.remote.planes import HEAD, PIECE_ELEMENTS, PlanesCodec, most_coded_bytes, raw_bytes_of
+from kvdisk.remote.planes import HEAD, PIECE_ELEMENTS, PlanesCodec
 
 CODEC = PlanesCodec()
 HEAD_BYTES = HEAD.size + 2 * 4
@@ -56,8 +56,8 @@ def alone(frame: bytes, raw_bytes: int) -> bytes:
 @given(st.binary(min_size=1, max_size=5000) | st.sampled_from([BODY, bytes(8192)]), st.integers(0, 9))
 def test_what_was_coded_comes_back(body, element_bytes):
     coded = CODEC.encode(vector(body), element_bytes)
-    assert len(coded) <= most_coded_bytes(len(body))
-    assert raw_bytes_of(memoryview(coded)) == len(body)
+    assert len(coded) <= CODEC.most_coded_bytes(len(body))
+    assert CODEC.raw_bytes_of(memoryview(coded)) == len(body)
     assert decoded(coded, len(body)) == body
 
 
@@ -68,7 +68,7 @@ def test_what_does_not_shrink_hardly_grows(size):
     body = np.random.default_rng(size).bytes(size)
     for element_bytes in (1, 2, 4):
         coded = CODEC.encode(vector(body), element_bytes)
-        assert len(coded) <= most_coded_bytes(size) and decoded(coded, size) == body
+        assert len(coded) <= CODEC.most_coded_bytes(size) and decoded(coded, size) == body
 
 
 def test_planes_shrink_numbers_that_bytes_in_a_row_do_not():

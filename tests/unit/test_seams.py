@@ -20,8 +20,9 @@ from kvdisk.assembly import check_settings
 from kvdisk.blocks import Tier
 from kvdisk.errors import ConfigError
 from kvdisk.manager import manager
+from kvdisk.manager.chances import CLASSES
 from kvdisk.manager.demotions import Demotions
-from kvdisk.manager.eviction import EvictionPolicy, make_eviction
+from kvdisk.manager.eviction import EvictionPolicy, LearnedPolicy, make_eviction
 from kvdisk.manager.reuse import ReuseHistory
 
 
@@ -75,6 +76,29 @@ def test_it_takes_over_what_was_there_before_a_restart():
     policy = make_eviction(GDSF, [bytes([at]) * 34 for at in range(4)], ReuseHistory())
     policy.fill(np.array([2, 0, 3, 1], np.int32), np.array([1, 5, 1, 1], np.uint32), np.ones(4, np.bool_))
     assert [row for _, row in policy.proposals()] == [2, 3, 1, 0], "the oldest first, and last what was used often"
+
+
+class AsMany(EvictionPolicy):
+    """Has as many classes as the history, and has all in the lowest."""
+
+    classes = CLASSES
+
+    def worth(self, number: int, last: int) -> float:
+        return float(last + 100 * number)
+
+
+class OfItsOwn(LearnedPolicy):
+    """Is the learned one, but for its classes: it has all in the lowest."""
+
+    classes_of = EvictionPolicy.classes_of
+    worth = AsMany.worth
+
+
+@pytest.mark.parametrize("policy", [AsMany, OfItsOwn])
+def test_its_own_classes_are_those_of_before_a_restart_too(policy):
+    made = policy([bytes([at]) * 34 for at in range(4)], ReuseHistory())
+    made.fill(np.array([2, 0, 3, 1], np.int32), np.array([1, 5, 1, 1], np.uint32), np.ones(4, np.bool_))
+    assert [row for _, row in made.proposals()] == [2, 0, 3, 1], "by their last use, as all are of one class"
 
 
 @pytest.mark.parametrize(
