@@ -64,7 +64,7 @@ def transfer_of(backend, beside, keys, first=0, pages=None):
 def slow_mover(storage):
     """Have nothing end meanwhile that was begun."""
     store = storage._store._store
-    with mock.patch.object(store, "_poll_mover", lambda _: Report()):
+    with mock.patch.object(store, "_poll_mover", return_value=Report()):
         yield
 
 
