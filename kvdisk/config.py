@@ -85,6 +85,17 @@ def _checked(
     return parse
 
 
+def _parse_options(key: str, value: Any) -> tuple[tuple[str, str], ...]:
+    """Return the options, by name. What is wrong is named and not shown: it may be a secret."""
+    must_be = f"{key} must be an object of text by name, such as {{'aws_region': 'us-east-1'}}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{must_be}, not a {type(value).__name__}.")
+    for name, text in value.items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise ConfigError(f"{must_be}, not a {type(text).__name__} as that of {name!r}.")
+    return tuple(value.items())
+
+
 def _is_class_name(value: Any) -> bool:
     return isinstance(value, str) and _CLASS_NAME.fullmatch(value) is not None
 
@@ -128,11 +139,6 @@ _parse_remote_admission = _checked(
 _parse_remote = _checked(
     f"an address that begins with {', '.join(f'{scheme}://' for scheme in REMOTES[:-1])} or {REMOTES[-1]}://",
     lambda value: isinstance(value, str) and re.fullmatch(rf"({'|'.join(REMOTES)})://[^/\s]+(/\S*)?", value),
-)
-_parse_options = _checked(
-    "an object of text by name, such as {'aws_region': 'us-east-1'}",
-    lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for pair in value.items() for each in pair),
-    lambda value: tuple(value.items()),
 )
 _parse_store_policy = _one_of(STORE_POLICIES, ", or a class of your own as 'module:Class'", _is_class_name)
 _parse_eviction = _one_of(EVICTIONS, ", or a class of your own as 'module:Class'", _is_class_name)

@@ -99,7 +99,7 @@ def _form(key: str) -> str:
         PARSERS[key](key, "")
     except ConfigError as error:
         said = str(error)
-    found = re.fullmatch(rf"{key} must be (.*), not ''\.", said)
+    found = re.fullmatch(rf"{key} must be (.*), not (?:''|a str)\.", said)
     assert found is not None, f"an empty text for {key}: {said!r}"
     return re.sub(r"'([^']*)'", r'`"\1"`', found[1])
 

@@ -101,6 +101,14 @@ class Stock:
     loose: list[Path]
     loose_bytes: int
     now_s: int
+    _lived_bytes: int = 0
+    """What owners might have that lived together a moment ago, as far as was seen here: what is
+    deleted leaves it as it is."""
+
+    @property
+    def _said(self) -> list[Together]:
+        together = (home.record.together for home in self.homes if home.record)
+        return [each for each in together if each is not None]
 
     @property
     def unowned(self) -> list[Holding]:
@@ -131,9 +139,10 @@ class Stock:
     def exceeds(self, needed_bytes: int) -> bool:
         """Return whether ``needed_bytes`` more would exceed the caps of the live owners."""
         charged = sum(home.charged_bytes for home in self.homes) + self.loose_bytes
-        together = [home.record.together for home in self.homes if home.live and home.record]
-        allowed = [self._live_bytes, *(each.nvme_bytes for each in together if each and self._is_fresh(each))]
-        return charged + needed_bytes > max(allowed)
+        # By any HOME: an owner may have ended before the others noted that it lived.
+        fresh = [each.nvme_bytes for each in self._said if self._is_fresh(each)]
+        self._lived_bytes = max([self._lived_bytes, *fresh])
+        return charged + needed_bytes > max(self._live_bytes, self._lived_bytes)
 
     def together(self, before: Together | None) -> Together:
         """Return what HOME of a live owner shall say next, which says ``before``."""
@@ -145,8 +154,7 @@ class Stock:
         """Return what HOME of an owner with these caps shall say that is being started: as much as
         those had that it may have lived with."""
         alone = bytes_allowed([*self._live_caps, (cap_bytes, joint)])
-        said = [home.record.together for home in self.homes if home.record]
-        return Together(max([alone, *(each.nvme_bytes for each in said if each)]), self.now_s)
+        return Together(max([alone, *(each.nvme_bytes for each in self._said)]), self.now_s)
 
     @property
     def _live_bytes(self) -> int:

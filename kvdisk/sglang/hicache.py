@@ -274,26 +274,31 @@ class HiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
         """As ``batch_set_v1``, of other pools than the first; return the same by pool. What lies in
         these follows the same page in the first, without which nobody asks for it."""
-        found, store, jobs = _nothing_of(transfers), self._open_store(), dict[str, Any]()
+        found, store = _nothing_of(transfers), self._open_store()
         if store is None:
             return found
+        wanted: list[tuple[str, list[Put]]] = []
         for each in transfers:
             rows = self._rows_in(each.name, each.keys or (), each.host_indices)
             if rows is not None:
                 pages, before = self._blocks(each.keys or (), each.name), self._blocks(each.keys or ())
                 parents = [None] * len(pages) if each.name == PoolName.KV else before
-                jobs[each.name] = store.put(list(starmap(Put, zip(pages, parents, rows, strict=True))), ROOM_WAIT_S)
-        return found | {name: [result in KEPT for result in job.result()] for name, job in jobs.items()}
+                wanted.append((each.name, list(starmap(Put, zip(pages, parents, rows, strict=True)))))
+        # Only now: of what raises before, no job is left that has rows after the call.
+        jobs = [(name, store.put(puts, ROOM_WAIT_S)) for name, puts in wanted]
+        return found | {name: [result in KEPT for result in job.result()] for name, job in jobs}
 
     def _get(self, wanted: Sequence[tuple[str, Sequence[str], Any]]) -> list[list[bool]]:
         """Load pages of several pools, each with its keys and SGLang's indices; return of each
         whether it is there now."""
         store = self._open_store()
-        jobs = []
+        asked: list[list[Get] | None] = []
         for pool, keys, host_indices in wanted:
             rows = self._rows_in(pool, keys, host_indices)
             gets = list(starmap(Get, zip(self._blocks(keys, pool), rows, strict=True))) if rows is not None else None
-            jobs.append(None if store is None or gets is None else store.get(gets))
+            asked.append(gets)
+        # Only now, as in ``batch_set_v2``.
+        jobs = [None if store is None or gets is None else store.get(gets) for gets in asked]
         return [
             _nothing(keys) if job is None else [result is Result.DONE for result in job.result()]
             for (_, keys, _), job in zip(wanted, jobs, strict=True)

@@ -5,6 +5,8 @@ SGLang's real pools, and what its own backend in files finds of the same."""
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache.backends import Backend, key_of
 from kvdisk.errors import ConfigError
+from kvdisk.messages import Report
+from kvdisk.shared_store import SharedStore
 
 NAMES_ALL = hasattr(HiCacheStorage, "on_host_pools_registered")
 KINDS = {
@@ -54,6 +58,14 @@ def transfer_of(backend, beside, keys, first=0, pages=None):
     size = backend.beside.page_size
     indices = torch.arange(first * size, (first + len(keys)) * size)
     return PoolTransfer(PoolName(beside), host_indices=indices, keys=keys, hit_policy=policy)
+
+
+@contextmanager
+def slow_mover(storage):
+    """Have nothing end meanwhile that was begun."""
+    store = storage._store._store
+    with mock.patch.object(store, "_poll_mover", return_value=Report()):
+        yield
 
 
 def asked(backend, beside, keys):
@@ -124,6 +136,23 @@ def test_a_pool_that_was_not_named_has_nothing(tmp_path, model, beside):
     short = transfer_of(backend, beside, keys)
     short.host_indices = short.host_indices[:5]
     assert backend.storage.batch_set_v2([short]) == {PoolName.SWA: [False] * 4}
+    backend.close()
+
+
+@needs_all
+def test_no_rows_are_held_after_a_call_that_names_wrong_ones(tmp_path, model, monkeypatch):
+    """SGLang gives the pages to others then: what still reads or writes them would mix them up."""
+    keys, jobs = [key_of(at) for at in range(4)], []
+    backend = open_backend(model, tmp_path / "store", "swa")
+    for name in ("put", "get"):
+        begin = getattr(SharedStore, name)
+        monkeypatch.setattr(SharedStore, name, lambda *given, begin=begin: jobs.append(begin(*given)) or jobs[-1])
+    right, wrong = (transfer_of(backend, "swa", keys) for _ in range(2))
+    wrong.host_indices = wrong.host_indices + 1
+    with slow_mover(backend.storage):
+        assert backend.storage.batch_set_v2([right, wrong]) == {PoolName.SWA: [False] * 4}
+        assert backend.storage.batch_get_v2([right, wrong]) == {PoolName.SWA: [False] * 4}
+        assert not [job for job in jobs if not job.done()]
     backend.close()
 
 

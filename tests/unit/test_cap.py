@@ -176,6 +176,22 @@ def test_what_none_comes_back_for_goes_after_a_while(path):
     new.leave()
 
 
+def test_what_one_had_that_ended_before_the_others_looked_stays_for_a_while(path):
+    """It starts again and again, and ends within seconds: they may never see it live."""
+    alone, other = Engine(path, "a", cap_bytes=2 * CAP), Engine(path, "b")
+    assert other.fill() == 7 and all(alone.makes() for _ in range(7))
+    other.leave()
+    assert alone.keep(2 * ORPHAN_SPARED_S) and alone.keep(4 * ORPHAN_SPARED_S), "there is room for both"
+    now_s = 4 * ORPHAN_SPARED_S + 10
+    left = Engine(path, "b", now=now_s).leave()
+    alone.now_s = now_s + ORPHAN_SPARED_S - 1
+    assert alone.fill() == 8 and allocated(path) <= 3 * CAP
+    assert left in ids(path)
+    assert alone.keep(now_s + ORPHAN_SPARED_S)
+    assert left not in ids(path)
+    alone.leave()
+
+
 def test_a_start_deletes_what_does_not_fit_and_no_more(path):
     for now, name in enumerate("abc"):  # one after the other: none had more than its own
         engine = Engine(path, name, cap_bytes=4 * MIB * (now + 1), now=now)

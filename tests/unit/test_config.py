@@ -109,3 +109,17 @@ def test_what_is_wrong_is_said_in_one_sentence(values, said):
     with pytest.raises(ConfigError, match=said) as error:
         Config.from_mapping(values)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"aws_secret_access_key": "hidden", "aws_allow_http": True}, "not a bool as that of 'aws_allow_http'.$"),
+        ({"aws_secret_access_key": ["hidden"]}, "not a list as that of 'aws_secret_access_key'.$"),
+        ('{"aws_secret_access_key": "hidden",}', "not a str.$"),
+    ],
+)
+def test_no_secret_is_shown_that_is_given_wrongly(options, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        Config.from_mapping(REMOTE | {"remote_options": options})
+    assert "hidden" not in str(error.value)

@@ -335,6 +335,7 @@ def test_on_other_addresses_each_address_is_a_name_and_names_are_not():
         ({"origin": "http://localhost:8790"}, False, None),
         ({"origin": "http://localhost:3000"}, False, 403),
         ({"origin": "null"}, False, 403),
+        ({"origin": "http://["}, False, 403),
     ],
 )
 def test_pages_of_others_are_not_answered(said, navigates, status):
@@ -400,10 +401,11 @@ def test_nothing_is_written_and_only_two_methods_are_known(web, engines):
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT"):
         assert web.ask("/", method).status == 501, method
     assert web.ask("/", "POST").status == web.ask("/figures.json", "POST").status == web.ask("/why").status == 404
-    for query in ("?span=years", "?after=x", "?after=--1", "?after=%00"):
+    for query in ("?span=years", "?after=x", "?after=--1", "?after=%00", f"?after={'9' * 5000}"):
         assert web.ask(f"/figures.json{query}").status == 400
     for path in ("/../etc/passwd", "//etc/passwd", "/page.js", "/%2e%2e/"):
         assert web.ask(path).status == 404
+    assert b" 404 " in web.raw(f"GET http://[ HTTP/1.0\r\nHost: localhost:{web.port}\r\n\r\n".encode())
     for at in range(3):
         engines.now += at
         web.figures()

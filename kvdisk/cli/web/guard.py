@@ -10,7 +10,7 @@ import ipaddress
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 
 class Refusal(NamedTuple):
@@ -51,7 +51,7 @@ class Guard:
             # A name that others can make lead here would make their page ours (DNS rebinding).
             return Refusal(421, "kvdisk web does not answer to this name; --allow-host NAME lets it.")
         is_foreign = headers.site not in {"", "same-origin", "none"} and not (navigates and headers.mode == "navigate")
-        if is_foreign or (headers.origin and urlsplit(headers.origin).netloc != headers.host[0]):
+        if is_foreign or (headers.origin and split(headers.origin).netloc != headers.host[0]):
             return Refusal(403, "kvdisk web answers its own page only.")
         if self._token is not None and not self._is_shown(headers.authorization, self._token):
             return Refusal(401, "The token is missing or wrong: it is the password of any user name.")
@@ -79,6 +79,13 @@ class Guard:
             with suppress(ValueError):
                 shown = base64.b64decode(said.strip(), validate=True).partition(b":")[2]
         return hmac.compare_digest(shown, token.encode())
+
+
+def split(url: str) -> SplitResult:
+    """Return the parts of an address; nothing of one that is none."""
+    with suppress(ValueError):
+        return urlsplit(url)
+    return SplitResult("", "", "", "", "")
 
 
 def policy(**sources: str) -> Mapping[str, str]:

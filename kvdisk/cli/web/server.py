@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from kvdisk.cli.output import as_json_text, printable
-from kvdisk.cli.web.guard import Guard, Headers, policy
+from kvdisk.cli.web.guard import Guard, Headers, policy, split
 from kvdisk.cli.web.page import document, report_headers
 from kvdisk.cli.web.questions import Answered, Asker
 from kvdisk.cli.web.watch import SPANS, Seen, Watcher
@@ -33,6 +33,8 @@ HEAD_S, BODY_S, ANSWER_S = 10.0, 60.0, 60.0
 """How long a request's head, its body, and the sending of the answer may take."""
 HEAD_BYTES, BODY_BYTES = 32 << 10, 16 << 20
 """How long a request's head and its body may be: a million tokens are 8 MB."""
+MOST_DIGITS = 20
+"""Of a number in an address: Python reads none of 4,301."""
 _JSON, _HTML, _TEXT = "application/json", "text/html; charset=utf-8", "text/plain; charset=utf-8"
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -149,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Show the page, the last look, or a report."""
-        url = urlsplit(self.path)
+        url = split(self.path)
         if not self._may(navigates=url.path == "/"):
             return
         if url.path == "/":
@@ -157,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/figures.json":
             asked = {name: values[-1] for name, values in parse_qs(url.query).items()}
             span, after = asked.get("span", "minutes"), asked.get("after", "-1")
-            if span not in SPANS or not after.removeprefix("-").isdecimal():
+            if span not in SPANS or not after.removeprefix("-").isdecimal() or len(after) > MOST_DIGITS:
                 self._say(HTTPStatus.BAD_REQUEST, f"span is one of {', '.join(SPANS)}, and after a number.")
                 return
             self._send(HTTPStatus.OK, _JSON, self.server.figures(span, int(after)))
@@ -170,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Say how far a prompt would hit."""
         if not self._may(navigates=False):
             return
-        if urlsplit(self.path).path != "/why":
+        if split(self.path).path != "/why":
             self._say(HTTPStatus.NOT_FOUND, "There is no such question.")
         elif (question := self._question()) is not None:
             self._send_answer(self.server.asker.ask({"what": "why"} | question), _JSON)
