@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_child import CONNECTOR, CPU, START_S, EngineError, vllm_device
+from engine_child import CONNECTOR, CPU, START_S, EngineChild, EngineError, vllm_device
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -50,9 +50,9 @@ class Way(ABC):
         where a way takes a cap."""
 
     @contextmanager
-    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[None]:  # noqa: ARG002
-        """Run what has to run beside engines."""
-        yield
+    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[subprocess.Popen[bytes] | None]:  # noqa: ARG002
+        """Run what has to run beside engines, and yield its process; None where nothing has to."""
+        yield None
 
 
 class Direct(Way):
@@ -92,10 +92,12 @@ class LmCache(Way):
 
     def transfer_config(self, place: Path, memory_bytes: int, cap_bytes: int) -> dict[str, Any]:  # noqa: ARG002
         """See ``Way``."""
-        return _connector("LMCacheMPConnector", {"lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": 60.0})
+        extra = {"lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": 60.0}
+        on_cpu = {"kv_connector_module_path": "host_lmcache"} if vllm_device() == CPU else {}
+        return _connector("LMCacheMPConnector", extra) | on_cpu
 
     @contextmanager
-    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[None]:
+    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         """Run its server. Raises EngineError."""
         http = free_port()
         command = [
@@ -107,7 +109,7 @@ class LmCache(Way):
         with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:
                 _await_http(http, server, log)
-                yield
+                yield server
             finally:
                 server.terminate()
 
@@ -164,6 +166,13 @@ def flip_bits(directory: Path) -> int:
                     file.write(bytes([byte ^ 0x40]))
                     flipped += 1
     return flipped
+
+
+def kill(engine: EngineChild, beside: subprocess.Popen[bytes] | None) -> None:
+    """End all that stores, with no chance to finish anything."""
+    engine.kill()
+    if beside is not None:
+        beside.kill()
 
 
 def free_port() -> int:

@@ -52,4 +52,4 @@ def test_users_who_return_with_more_than_the_memory(tmp_path):
         assert not any(one["wrong"] for one in returned.values())
         assert not returned["other weights, same path"]["loaded"]
     assert found["memory, fs"]["returned"]["2"]["users"] == 8
-    assert not list(tmp_path.glob("kvdisk-returning-*"))
+    assert not list(tmp_path.glob("kvdisk-compared-*"))

@@ -40,7 +40,7 @@ def test_it_blames_kvdisk_alone():
 
 def test_its_table_has_a_column_for_each_way_and_a_row_for_each_figure():
     all_found = [found(ALONE), found("kvdisk", is_ours=True), Found("LMCache", failed="it did not start")]
-    lines = compare_offloading.markdown_of(all_found, CAP).splitlines()
+    lines = compare_offloading.markdown_of(all_found, compare_offloading.rows_of(all_found, CAP)).splitlines()
     assert {line.count("|") for line in lines} == {5}
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
     assert cells["first token of 4,000, computed"] == ["5.678 s", "5.678 s", ""]
