@@ -66,7 +66,7 @@ class Returning(ComparedEngines[Found]):
         self.times: list[int] = sorted(options.times)
         each = options.tokens * self.token_bytes
         rng = random.Random(20261)  # noqa: S311 - to be the same each time
-        most = max(2, self.times[-1] * self.memory_bytes // each)
+        most = -(-self.times[-1] * self.memory_bytes // each)
         self.all_users = [[rng.randrange(3, self.vocabulary) for _ in range(options.tokens)] for _ in range(most)]
         self.gpu_bytes = 2 * most * each + 64 * MIB
         self.most_tokens = options.tokens + 2 * GENERATED
@@ -74,9 +74,9 @@ class Returning(ComparedEngines[Found]):
         """Of vLLM alone, by case."""
 
     def users(self, times: int) -> list[Prompt]:
-        """Return the prompts whose KV is so many times the memory."""
+        """Return the prompts whose KV is so many times the memory, or a little more."""
         each = len(self.all_users[0]) * self.token_bytes
-        return self.all_users[: max(2, times * self.memory_bytes // each)]
+        return self.all_users[: -(-times * self.memory_bytes // each)]
 
     @property
     def middle(self) -> int:
