@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 HOST_SPEC = {"spec_name": "HostTieringSpec", "spec_module_path": "host_offloading"}
 FLIPPED_EVERY_BYTES = 64 << 10
-PAYLOADS = ("*.bin", "*.kv", "*.data")
-"""Files of ``fs``, of kvdisk, and of LMCache that hold KV."""
+PAYLOADS = ("*.bin", "*.kv", "*.data", "[0-9a-f]" * 40)
+"""Files of ``fs``, of kvdisk, of LMCache and of lifeboatcache that hold KV."""
 QUIET_S = 1.0
 
 
@@ -71,17 +71,28 @@ class Offloading(Way):
 
     def transfer_config(self, place: Path, memory_bytes: int, cap_bytes: int) -> dict[str, Any]:
         """See ``Way``."""
-        tiers: list[dict[str, Any]] = []
-        if self.tier == "fs":
-            tiers = [{"type": "fs", "root_dir": str(place)}]
-        elif self.tier:
-            tiers = [{"type": self.tier, **_drive(place, cap_bytes)}]
+        tiers = self._tiers(place, cap_bytes)
         extra: dict[str, Any] = {"cpu_bytes_to_use": memory_bytes}
         if vllm_device() == CPU:
             extra |= HOST_SPEC | {"secondary_tiers": tiers}
         elif tiers:
             extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
         return _connector("OffloadingConnector", extra)
+
+    def _tiers(self, place: Path, cap_bytes: int) -> list[dict[str, Any]]:
+        if self.tier == "fs":
+            return [{"type": "fs", "root_dir": str(place)}]
+        return [{"type": self.tier, **_drive(place, cap_bytes)}] if self.tier else []
+
+
+class Lifeboat(Offloading):
+    """lifeboatcache as a tier of vLLM's, as its own plugin sets it."""
+
+    def _tiers(self, place: Path, cap_bytes: int) -> list[dict[str, Any]]:
+        on_drive = {"path": str(place), "capacity_gb": cap_bytes / GIB, "min_free_gb": 0}
+        config = {"storage": {"fallback_local": on_drive}, "dashboard": {"enabled": False}}
+        module = "lifeboat_cache.integrations.vllm_tier"
+        return [{"type": "LifeboatTier", "module_path": module, "lifeboat_config": config}]
 
 
 @dataclass(frozen=True)
@@ -125,8 +136,8 @@ ALL_WAYS = (
 
 def ways_here() -> list[Way]:
     """Return all that are installed."""
-    has_lmcache = importlib.util.find_spec("lmcache") is not None
-    return [*ALL_WAYS, LmCache("LMCache", port=free_port())] if has_lmcache else list(ALL_WAYS)
+    others = {"lmcache": LmCache("LMCache", port=free_port()), "lifeboat_cache": Lifeboat("memory, lifeboatcache")}
+    return [*ALL_WAYS, *(way for package, way in others.items() if importlib.util.find_spec(package) is not None)]
 
 
 def python_path() -> dict[str, str]:
