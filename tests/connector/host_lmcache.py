@@ -9,20 +9,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite.binding import ffi
-from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector import LMCacheMPConnector
 
-__all__ = ["LMCacheMPConnector"]
+def plain_library(ffi: Any) -> None:
+    """Have ``vars()`` of llvmlite's library be a dictionary. ``ffi``: ``llvmlite.binding.ffi``."""
 
+    class PlainLibrary(type(ffi.lib)):  # type: ignore[misc]
+        __slots__ = ()
 
-class _PlainLibrary(type(ffi.lib)):  # type: ignore[misc]
-    """llvmlite's library, whose ``vars()`` are a dictionary."""
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            return {}
 
-    __slots__ = ()
-
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        return {}
+    ffi.lib.__class__ = PlainLibrary
 
 
-ffi.lib.__class__ = _PlainLibrary
+def __getattr__(name: str) -> Any:
+    """Return LMCache's connector where vLLM looks for it here."""
+    if name != "LMCacheMPConnector":
+        raise AttributeError(name)
+    from llvmlite.binding import ffi
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector import LMCacheMPConnector
+
+    plain_library(ffi)
+    return LMCacheMPConnector
