@@ -99,8 +99,10 @@ demo-engines: install-dev ## behind SGLang and LMCache, beside their own file ba
 	@$(INSTALL) --engines
 	@$(BIN)/python tools/demo_engines.py $(if $(DIR),--dir "$(DIR)")
 
-compare: install-device ## kvdisk beside vLLM's own offloading, and LMCache where it is installed; DIR=/nvme/somewhere
-	@$(ON_DEVICE) tools/compare_offloading.py $(if $(DIR),--dir "$(DIR)") $(if $(MODEL),--model "$(MODEL)")
+compare: install-device ## kvdisk beside vLLM's own offloading, and others where they are installed; DIR=/nvme/somewhere
+	@code=0; for each in offloading returning; do \
+	  $(ON_DEVICE) tools/compare_$$each.py $(if $(DIR),--dir "$(DIR)") $(if $(MODEL),--model "$(MODEL)") || code=1; \
+	done; exit $$code
 
 serve: install-device ## start vLLM's real server with kvdisk, and print what to type to see a hit
 	@$(ON_DEVICE) tools/serve.py --store "$(STORE)" --port "$(PORT)" $(if $(MODEL),--model "$(MODEL)")

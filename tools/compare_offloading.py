@@ -15,21 +15,20 @@ than its cap.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from compared_engines import ComparedEngines, drop_pages, hardware
-from connectors import Way, await_quiet, flip_bits, taken_bytes, ways_here
-from demo import WORK, DemoError, build_model
+from compared_engines import ALONE, ComparedEngines, FoundOfWay, compare, drop_pages, markdown_of, options_for
+from connectors import Way, await_quiet, flip_bits, kill, taken_bytes, ways_here
+from demo import WORK
 from engine_child import CPU, NEAR_TIE, Answer, EngineChild, EngineError, agrees, vllm_device
 from rich import box
 from rich.console import Console
@@ -44,7 +43,6 @@ FLIPPED, OTHER_WEIGHTS, KILLED = "a bit flipped in every 64 KiB", "other weights
 TIMES_THE_CAP = 3
 PATIENCE = 50
 """Turns in which a connector may let go of blocks, before vLLM's own cache is emptied."""
-ALONE = "vLLM alone"
 TABLE_WIDTH = 120
 Prompt = list[int]
 
@@ -97,15 +95,13 @@ class Work:
 
 
 @dataclass
-class Found:
-    """What was found of a way. ``first_s``: median seconds to the first token, by where and length;
+class Found(FoundOfWay):
+    """See ``FoundOfWay``. ``first_s``: median seconds to the first token, by where and length;
     ``cached``: the median share of a prompt that was not computed, likewise. ``rates``: tokens a
     second. ``wrong``: answers that were not right, by trial, of ``asked``; ``loaded``: the tokens
-    that were not computed in each trial. ``drive_bytes``: taken with three times the cap written.
-    ``failed``: why it ended before all was done."""
+    that were not computed in each trial. ``drive_bytes``: taken with three times the cap
+    written."""
 
-    way: str
-    is_ours: bool = False
     first_s: dict[str, dict[int, float]] = field(default_factory=dict)
     cached: dict[str, dict[int, float]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
@@ -113,15 +109,15 @@ class Found:
     asked: dict[str, int] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
     drive_bytes: int | None = None
-    failed: str = ""
 
 
-class Comparison(ComparedEngines):
+class Comparison(ComparedEngines[Found]):
     """Runs the ways."""
 
-    def __init__(self, options: argparse.Namespace, model: Path, place: Path) -> None:
-        super().__init__(model, place, eager=options.eager)
-        self.options = options
+    found_type = Found
+
+    def __init__(self, options: argparse.Namespace, place: Path) -> None:
+        super().__init__(options, place)
         self.cap_bytes = options.cap_mib * MIB
         self.work = Work.make(options.lengths, options.prompts, self.cap_bytes, self.token_bytes, self.vocabulary)
         self.gpu_bytes = self.work.gpu_tokens * self.token_bytes + 64 * MIB
@@ -159,6 +155,11 @@ class Comparison(ComparedEngines):
             engine.generate(prompts, GENERATED)
             tokens = sum(len(prompt) + GENERATED for prompt in prompts)
             found.rates[name] = tokens / (time.perf_counter() - began_s)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """See ``ComparedEngines``."""
+        return super().figures | {"cap_bytes": self.cap_bytes}
 
     # -- ways --------------------------------------------------------------------------------------
 
@@ -207,13 +208,13 @@ class Comparison(ComparedEngines):
         transfer = partial(way.transfer_config, place, self.cap_bytes, self.cap_bytes)
         beside = partial(way.beside, place, self.cap_bytes, WORK / "compared-beside.log")
         try:
-            with beside(), self.engine(way.name, transfer()) as engine:
+            with beside() as server, self.engine(way.name, transfer()) as engine:
                 engine.generate(self.work.much[: -self.options.prompts], GENERATED)
                 engine.drain()
                 await_quiet(place)
                 found.drive_bytes = taken_bytes(place)
                 engine.generate(self.last_of_much, GENERATED)
-                engine.kill()
+                kill(engine, server)
             with beside(), self.engine(way.name, transfer()) as engine:
                 self.ask(engine, found, KILLED, "much", self.last_of_much)
         finally:
@@ -259,13 +260,6 @@ def table_of(found: Sequence[Found], cap_bytes: int) -> Table:
     for label, cells in rows_of(found, cap_bytes):
         table.add_row(label, *cells)
     return table
-
-
-def markdown_of(found: Sequence[Found], cap_bytes: int) -> str:
-    """Return the table as Markdown."""
-    lines = [f"| | {' | '.join(one.way for one in found)} |", "|---" * (len(found) + 1) + "|"]
-    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in rows_of(found, cap_bytes)]
-    return "\n".join(lines)
 
 
 BAR, GAP, LEFT, RIGHT = 14, 12, 190, 110
@@ -316,70 +310,31 @@ def verdict(found: Sequence[Found], cap_bytes: int) -> list[str]:
     return wrong
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(ways: Sequence[Way]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    on_cpu = vllm_device() == CPU
-    parser.add_argument("--model", type=Path, help="a local model directory; without it a random one is built")
-    parser.add_argument("--dir", type=Path, default=WORK, help="a directory on the drive")
+    parser, on_cpu = options_for(__doc__.partition("\n\n")[0], ways), vllm_device() == CPU
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[1000, 2000, 4000] if on_cpu else [4000, 16000, 64000]
     )
     parser.add_argument("--prompts", type=int, default=3, help="of each length")
     parser.add_argument("--cap-mib", type=int, default=64 if on_cpu else 2048, help="of the trial that writes more")
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="of the ways, these; vLLM alone runs always")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--json", type=Path, help="where the figures go, after each way")
     parser.add_argument("--picture", type=Path, help="where an SVG goes")
     return parser.parse_args()
 
 
-def run_all(options: argparse.Namespace, place: Path, say: Callable[[str], None]) -> list[Found]:
-    """Run every way, and keep what is found after each. Raises DemoError, and EngineError where
-    vLLM alone fails."""
-    say("building the model")
-    kind = "demo-llama" if vllm_device() == CPU else "bench-llama"
-    model = build_model(kind) if options.model is None else options.model.absolute()
-    comparison = Comparison(options, model, place)
-    say(f"asking {ALONE}")
-    found = [comparison.run_alone()]
-    for way in ways_here():
-        if options.only and way.name not in options.only:
-            continue
-        say(f"asking {way.name}")
-        found.append(one := Found(way.name, way.is_ours))
-        try:
-            comparison.run(way, one)
-        except EngineError as failure:
-            one.failed = str(failure)
-            say(f"{way.name} ended before all was done: {one.failed.splitlines()[0]}")
-        if options.json is not None:
-            figures = {
-                "hardware": hardware(place),
-                "cap_bytes": comparison.cap_bytes,
-                "found": list(map(asdict, found)),
-            }
-            options.json.write_text(json.dumps(figures, indent=1))
-    return found
-
-
 def main() -> int:
     """Run the comparison, and print its table."""
-    options = parse_options()
+    options = parse_options(ways := ways_here())
     console = Console(highlight=False, width=TABLE_WIDTH)
-    WORK.mkdir(exist_ok=True)
-    options.dir.mkdir(parents=True, exist_ok=True)
-    for log in WORK.glob("compared-*.log"):
-        log.unlink()
-    with tempfile.TemporaryDirectory(prefix="kvdisk-compared-", dir=options.dir) as place:
-        try:
-            found = run_all(options, Path(place), lambda what: console.print(f"kvdisk: {what}", soft_wrap=True))
-        except (DemoError, EngineError) as failure:
-            console.print(f"kvdisk: {failure}", markup=False, soft_wrap=True)
-            return 1
-        made_on = hardware(Path(place))
+    compared = compare(
+        Comparison, options, ways, lambda what: console.print(f"kvdisk: {what}", markup=False, soft_wrap=True)
+    )
+    if compared is None:
+        return 1
+    found, made_on = compared
     cap_bytes = options.cap_mib * MIB
-    console.print(table_of(found, cap_bytes) if console.is_terminal else markdown_of(found, cap_bytes), soft_wrap=True)
+    as_text = table_of(found, cap_bytes) if console.is_terminal else markdown_of(found, rows_of(found, cap_bytes))
+    console.print(as_text, soft_wrap=True)
     console.print(f"Measured on: {made_on}", soft_wrap=True)
     if options.picture is not None:
         options.picture.write_text(picture_of(found))

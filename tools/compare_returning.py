@@ -14,26 +14,23 @@ one of kvdisk's doors gives a wrong answer.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from compared_engines import ComparedEngines, drop_pages, hardware
-from connectors import Way, await_quiet, flip_bits, ways_here
-from demo import WORK, DemoError, build_model
+from compared_engines import ALONE, ComparedEngines, FoundOfWay, compare, drop_pages, markdown_of, options_for
+from connectors import Way, await_quiet, flip_bits, kill, ways_here
+from demo import WORK
 from engine_child import CPU, NEAR_TIE, Answer, EngineChild, EngineError, agrees, vllm_device
 
 MIB = 1 << 20
 GENERATED = 8
 """Tokens of each answer."""
-ALONE = "vLLM alone"
 FLIPPED, OTHER_WEIGHTS, KILLED = "a bit flipped in every 64 KiB", "other weights, same path", "after kill -9"
 Prompt = list[int]
 
@@ -52,26 +49,24 @@ class Returned:
 
 
 @dataclass
-class Found:
-    """What was found of a way. ``returned``: by how many times the memory their KV is, or by trial.
-    ``failed``: why it ended before all was done."""
+class Found(FoundOfWay):
+    """See ``FoundOfWay``. ``returned``: by how many times the memory their KV is, or by trial."""
 
-    way: str
-    is_ours: bool = False
     returned: dict[str, Returned] = field(default_factory=dict)
-    failed: str = ""
 
 
-class Returning(ComparedEngines):
+class Returning(ComparedEngines[Found]):
     """Runs the ways."""
 
-    def __init__(self, options: argparse.Namespace, model: Path, place: Path) -> None:
-        super().__init__(model, place, eager=options.eager)
+    found_type = Found
+
+    def __init__(self, options: argparse.Namespace, place: Path) -> None:
+        super().__init__(options, place)
         self.memory_bytes: int = options.memory_mib * MIB
         self.times: list[int] = sorted(options.times)
         each = options.tokens * self.token_bytes
         rng = random.Random(20261)  # noqa: S311 - to be the same each time
-        most = max(2, self.times[-1] * self.memory_bytes // each)
+        most = -(-self.times[-1] * self.memory_bytes // each)
         self.all_users = [[rng.randrange(3, self.vocabulary) for _ in range(options.tokens)] for _ in range(most)]
         self.gpu_bytes = 2 * most * each + 64 * MIB
         self.most_tokens = options.tokens + 2 * GENERATED
@@ -79,9 +74,9 @@ class Returning(ComparedEngines):
         """Of vLLM alone, by case."""
 
     def users(self, times: int) -> list[Prompt]:
-        """Return the prompts whose KV is so many times the memory."""
+        """Return the prompts whose KV is so many times the memory, or a little more."""
         each = len(self.all_users[0]) * self.token_bytes
-        return self.all_users[: max(2, times * self.memory_bytes // each)]
+        return self.all_users[: -(-times * self.memory_bytes // each)]
 
     @property
     def middle(self) -> int:
@@ -129,14 +124,15 @@ class Returning(ComparedEngines):
             if times == self.middle:
                 with self.other_weights(), beside(), self.engine(way.name, transfer()) as engine:
                     self.return_at_once(engine, found, OTHER_WEIGHTS, times)
-                flip_bits(place)
+                if not flip_bits(place):
+                    raise EngineError(f"{way.name} has left no KV in {place}.")
                 with beside(), self.engine(way.name, transfer()) as engine:
                     self.return_at_once(engine, found, FLIPPED, times)
                 shutil.rmtree(place)
                 place.mkdir()
-                with beside(), self.engine(way.name, transfer()) as engine:
+                with beside() as server, self.engine(way.name, transfer()) as engine:
                     self.come_twice(engine, times, drain=False)
-                    engine.kill()
+                    kill(engine, server)
                 with beside(), self.engine(way.name, transfer()) as engine:
                     self.return_at_once(engine, found, KILLED, times)
             shutil.rmtree(place)
@@ -164,13 +160,6 @@ def rows_of(found: Sequence[Found]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def markdown_of(found: Sequence[Found]) -> str:
-    """Return the table as Markdown."""
-    lines = [f"| | {' | '.join(one.way for one in found)} |", "|---" * (len(found) + 1) + "|"]
-    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in rows_of(found)]
-    return "\n".join(lines)
-
-
 def verdict(found: Sequence[Found]) -> list[str]:
     """Return what is wrong with kvdisk's doors, in sentences."""
     ours = [one for one in found if one.is_ours]
@@ -183,55 +172,21 @@ def verdict(found: Sequence[Found]) -> list[str]:
     return wrong + [f"{one.way} ended before all was done." for one in ours if one.failed]
 
 
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    on_cpu = vllm_device() == CPU
-    parser.add_argument("--model", type=Path, help="a local model directory; without it a random one is built")
-    parser.add_argument("--dir", type=Path, default=WORK, help="a directory on the drive")
-    parser.add_argument("--tokens", type=int, default=2000 if on_cpu else 64000, help="of each user's prompt")
-    parser.add_argument("--memory-mib", type=int, default=64 if on_cpu else 8192, help="that keeps KV")
-    parser.add_argument("--times", type=int, nargs="+", default=[2, 4, 8], help="of the memory: the KV of all users")
-    parser.add_argument("--only", nargs="+", metavar="WAY", help="of the ways, these; vLLM alone runs always")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--json", type=Path, help="where the figures go, after each way")
-    return parser.parse_args()
-
-
-def run_all(options: argparse.Namespace, place: Path, say: Callable[[str], None]) -> list[Found]:
-    """Run every way that has a directory, and keep what is found after each. Raises DemoError, and
-    EngineError where vLLM alone fails."""
-    kind = "demo-llama" if vllm_device() == CPU else "bench-llama"
-    returning = Returning(options, build_model(kind) if options.model is None else options.model.absolute(), place)
-    say(f"asking {ALONE}")
-    found = [returning.run_alone()]
-    for way in (one for one in ways_here() if one.files and (not options.only or one.name in options.only)):
-        say(f"asking {way.name}")
-        found.append(one := Found(way.name, way.is_ours))
-        try:
-            returning.run(way, one)
-        except EngineError as failure:
-            one.failed = str(failure)
-            say(f"{way.name} ended before all was done: {one.failed.splitlines()[0]}")
-        if options.json is not None:
-            options.json.write_text(json.dumps({"hardware": hardware(place), "found": list(map(asdict, found))}))
-    return found
-
-
 def main() -> int:
     """Run the comparison, and print its table."""
-    options = parse_options()
-    WORK.mkdir(exist_ok=True)
-    options.dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kvdisk-returning-", dir=options.dir) as place:
-        try:
-            found = run_all(options, Path(place), lambda what: print(f"kvdisk: {what}", flush=True))
-        except (DemoError, EngineError) as failure:
-            print(f"kvdisk: {failure}")
-            return 1
-        made_on = hardware(Path(place))
-    print(markdown_of(found), f"Measured on: {made_on}", *(f"kvdisk: {one}" for one in verdict(found)), sep="\n")
-    return 1 if verdict(found) else 0
+    ways, on_cpu = [way for way in ways_here() if way.files], vllm_device() == CPU
+    parser = options_for(__doc__.partition("\n\n")[0], ways)
+    parser.add_argument("--tokens", type=int, default=2064 if on_cpu else 64016, help="of each user's prompt")
+    parser.add_argument("--memory-mib", type=int, default=64 if on_cpu else 8192, help="that keeps KV")
+    parser.add_argument("--times", type=int, nargs="+", default=[2, 4, 8], help="of the memory: the KV of all users")
+    compared = compare(Returning, parser.parse_args(), ways, lambda what: print(f"kvdisk: {what}", flush=True))
+    if compared is None:
+        return 1
+    found, made_on = compared
+    print(markdown_of(found, rows_of(found)), f"Measured on: {made_on}", sep="\n")
+    wrong = verdict(found)
+    print(*(f"kvdisk: {one}" for one in wrong), sep="\n", end="\n" if wrong else "")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

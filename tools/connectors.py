@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_child import CONNECTOR, CPU, START_S, EngineError, vllm_device
+from engine_child import CONNECTOR, CPU, START_S, EngineChild, EngineError, vllm_device
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 HOST_SPEC = {"spec_name": "HostTieringSpec", "spec_module_path": "host_offloading"}
 FLIPPED_EVERY_BYTES = 64 << 10
-PAYLOADS = ("*.bin", "*.kv", "*.data")
-"""Files of ``fs``, of kvdisk, and of LMCache that hold KV."""
+PAYLOADS = ("*.bin", "*.kv", "*.data", "[0-9a-f]" * 40)
+"""Files of ``fs``, of kvdisk, of LMCache and of lifeboatcache that hold KV."""
 QUIET_S = 1.0
 
 
@@ -50,9 +50,9 @@ class Way(ABC):
         where a way takes a cap."""
 
     @contextmanager
-    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[None]:  # noqa: ARG002
-        """Run what has to run beside engines."""
-        yield
+    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[subprocess.Popen[bytes] | None]:  # noqa: ARG002
+        """Run what has to run beside engines, and yield its process; None where nothing has to."""
+        yield None
 
 
 class Direct(Way):
@@ -71,17 +71,28 @@ class Offloading(Way):
 
     def transfer_config(self, place: Path, memory_bytes: int, cap_bytes: int) -> dict[str, Any]:
         """See ``Way``."""
-        tiers: list[dict[str, Any]] = []
-        if self.tier == "fs":
-            tiers = [{"type": "fs", "root_dir": str(place)}]
-        elif self.tier:
-            tiers = [{"type": self.tier, **_drive(place, cap_bytes)}]
+        tiers = self._tiers(place, cap_bytes)
         extra: dict[str, Any] = {"cpu_bytes_to_use": memory_bytes}
         if vllm_device() == CPU:
             extra |= HOST_SPEC | {"secondary_tiers": tiers}
         elif tiers:
             extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
         return _connector("OffloadingConnector", extra)
+
+    def _tiers(self, place: Path, cap_bytes: int) -> list[dict[str, Any]]:
+        if self.tier == "fs":
+            return [{"type": "fs", "root_dir": str(place)}]
+        return [{"type": self.tier, **_drive(place, cap_bytes)}] if self.tier else []
+
+
+class Lifeboat(Offloading):
+    """lifeboatcache as a tier of vLLM's, as its own plugin sets it."""
+
+    def _tiers(self, place: Path, cap_bytes: int) -> list[dict[str, Any]]:
+        on_drive = {"path": str(place), "capacity_gb": cap_bytes / GIB, "min_free_gb": 0}
+        config = {"storage": {"fallback_local": on_drive}, "dashboard": {"enabled": False}}
+        module = "lifeboat_cache.integrations.vllm_tier"
+        return [{"type": "LifeboatTier", "module_path": module, "lifeboat_config": config}]
 
 
 @dataclass(frozen=True)
@@ -92,10 +103,12 @@ class LmCache(Way):
 
     def transfer_config(self, place: Path, memory_bytes: int, cap_bytes: int) -> dict[str, Any]:  # noqa: ARG002
         """See ``Way``."""
-        return _connector("LMCacheMPConnector", {"lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": 60.0})
+        extra = {"lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": 60.0}
+        on_cpu = {"kv_connector_module_path": "host_lmcache"} if vllm_device() == CPU else {}
+        return _connector("LMCacheMPConnector", extra) | on_cpu
 
     @contextmanager
-    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[None]:
+    def beside(self, place: Path, memory_bytes: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         """Run its server. Raises EngineError."""
         http = free_port()
         command = [
@@ -107,7 +120,7 @@ class LmCache(Way):
         with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output) as server:
             try:
                 _await_http(http, server, log)
-                yield
+                yield server
             finally:
                 server.terminate()
 
@@ -123,8 +136,8 @@ ALL_WAYS = (
 
 def ways_here() -> list[Way]:
     """Return all that are installed."""
-    has_lmcache = importlib.util.find_spec("lmcache") is not None
-    return [*ALL_WAYS, LmCache("LMCache", port=free_port())] if has_lmcache else list(ALL_WAYS)
+    others = {"lmcache": LmCache("LMCache", port=free_port()), "lifeboat_cache": Lifeboat("memory, lifeboatcache")}
+    return [*ALL_WAYS, *(way for package, way in others.items() if importlib.util.find_spec(package) is not None)]
 
 
 def python_path() -> dict[str, str]:
@@ -164,6 +177,13 @@ def flip_bits(directory: Path) -> int:
                     file.write(bytes([byte ^ 0x40]))
                     flipped += 1
     return flipped
+
+
+def kill(engine: EngineChild, beside: subprocess.Popen[bytes] | None) -> None:
+    """End all that stores, with no chance to finish anything."""
+    engine.kill()
+    if beside is not None:
+        beside.kill()
 
 
 def free_port() -> int:

@@ -64,6 +64,7 @@ _SAID_ELSEWHERE = DENIED_ERRNOS | UNWRITABLE_ERRNOS
 """Errors about what is printed, and about paths that nobody may look at: ``standard_output``
 reports these."""
 _POLL_S = 1.0
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM has it
 _WHOLE = frozenset({"kv_connector", "kv_connector_extra_config", "secondary_tiers"})
 """Keys of what vLLM is given, of which kvdisk's settings are a part."""
 
@@ -107,7 +108,8 @@ class Answer:
     ``cpu_bytes``, ``nvme_bytes`` and the fits are those of each. ``memory_bytes``: what processes
     may take here, of the memory of ``memory_of``. ``problems``: sentences; an engine starts in
     spite of them. ``token_bytes``: of one token on the drive; None without a model.
-    ``door``: the class of vLLM's connector that kvdisk is, or is a tier of."""
+    ``door``: the class of vLLM's connector that kvdisk is, or is a tier of. ``vllm_memory_bytes``:
+    of vLLM's own memory before a tier; None where that is not said."""
 
     cpu_bytes: int
     nvme_bytes: int | None
@@ -121,6 +123,7 @@ class Answer:
     remote: Trial | None = None
     engines: int = 1
     door: str = CONNECTOR
+    vllm_memory_bytes: int | None = None
     can_start: bool = field(init=False, default=True)
     ok: bool = field(init=False, default=True)
     json_version: int = 1
@@ -172,7 +175,8 @@ def check(
     """
     with _no_verdict_of_errors():
         try:
-            settings, problems = _read(file, os.environ)
+            whole, problems = _read(file, os.environ)
+            settings = _settings_in(whole) if file is None else _settings_of(file, whole)
             config, as_tier = check_either(settings), is_tier(settings)
             if config.device == "gds" and (why := gds_unavailable()):
                 raise ConfigError(f"device 'gds' cannot be used: {why}.")
@@ -180,8 +184,11 @@ def check(
             geometry = None if model is None else read_model(model, None, kv_dtype).geometry(ranks)
             check_sizes(config, Deployment(ranks, dp), geometry)
             problems += check_start(config, dp, has_memory=as_tier or config.cpu_bytes > 0)
+            in_front_bytes = _vllm_memory_bytes(whole) if as_tier else None
+            if in_front_bytes is not None:
+                _check_vllm_memory(in_front_bytes, dp)
             answer = look(config, geometry, dp, problems)
-            answer.door = TIER_DOOR if as_tier else CONNECTOR
+            answer.door, answer.vllm_memory_bytes = TIER_DOOR if as_tier else CONNECTOR, in_front_bytes
         except KvdiskError as error:
             raise refusal(str(error).rstrip(".") + ".", can_start=False) from None
         if as_json:
@@ -210,23 +217,28 @@ def _no_verdict_of_errors() -> Iterator[None]:
         raise refusal(said, Exit.OWN_ERROR) from None
 
 
-def _read(file: Path | None, environment: Mapping[str, str]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return kvdisk's settings, from a file or from variables, and sentences about the environment
-    in which an engine would be started with them. Raises ConfigError."""
+def _read(file: Path | None, environment: Mapping[str, str]) -> tuple[Any, list[str]]:
+    """Return what vLLM, or kvdisk, is given, from a file or from variables, and sentences about the
+    environment in which an engine would be started with it. Raises ConfigError."""
     names = ", ".join(variables(environment))
     if file is not None:
         set_nothing = [f"{names} set nothing where the engine is given this file"] if names else []
-        return read_settings(file), _of_environment(_read_json(file), environment) + set_nothing
+        whole = _read_json(file)
+        return whole, _of_environment(whole, environment) + set_nothing
     whole = transfer_of(environment)
     if whole is None:
         raise ConfigError("There is nothing to check: name a file, or set KVDISK_STORE_DIRS and KVDISK_NVME_BYTES.")
-    return _settings_in(whole), _of_environment(whole, environment)
+    return whole, _of_environment(whole, environment)
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
     """Return kvdisk's settings from a file: a connector's, or a tier's entry, as ``is_tier`` says.
     Raises ConfigError."""
-    found = _settings_in(_read_json(file))
+    return _settings_of(file, _read_json(file))
+
+
+def _settings_of(file: Path, whole: Any) -> Mapping[str, Any]:
+    found = _settings_in(whole)
     if not isinstance(found, dict):
         raise ConfigError(f"{file} has no settings of {CONNECTOR}, nor a tier of kvdisk's.")
     return found
@@ -279,6 +291,37 @@ def _settings_in(whole: Any) -> Any:
     if whole.get("kv_role") != "kv_both":
         raise ConfigError(f"kvdisk does not support the role {whole.get('kv_role')}; set kv_role to kv_both.")
     return extra
+
+
+def _vllm_memory_bytes(whole: Any) -> int | None:
+    """Return the bytes that vLLM is told to keep in memory before kvdisk's tier; None where it is
+    not said."""
+    if isinstance(whole, list):
+        return next((found for one in whole if (found := _vllm_memory_bytes(one)) is not None), None)
+    if not isinstance(whole, dict):
+        return None
+    tiers = whole.get("secondary_tiers")
+    if isinstance(tiers, list) and any(map(is_tier, tiers)):
+        said = whole.get("cpu_bytes_to_use")
+        return int(said) if isinstance(said, int | float) and said > 0 else None
+    return _vllm_memory_bytes(list(whole.values()))
+
+
+def _check_vllm_memory(size_bytes: int, engines: int) -> None:
+    """Raise ConfigError where vLLM could never have what it keeps before a tier: a file of each
+    engine in _SHARED_MEMORY, which it fills at the start."""
+    limit_bytes, where = host_memory()
+    places = {where: limit_bytes}
+    with suppress(OSError):
+        shared = os.statvfs(_SHARED_MEMORY)  # all of it: an engine that runs now may have its file there
+        places[f"{_SHARED_MEMORY}, where it keeps them,"] = shared.f_blocks * shared.f_frsize
+    for place, room_bytes in places.items():
+        if size_bytes * engines > room_bytes:
+            each = f", for each of {engines} engines" if engines > 1 else ""
+            raise ConfigError(
+                f"vLLM is to keep {in_words(size_bytes)} before the tier{each}, and {place} has {in_words(room_bytes)};"
+                " lower cpu_bytes_to_use (KVDISK_CPU_BYTES)."
+            )
 
 
 def look(config: Config, geometry: Geometry | None, engines: int, problems: Sequence[str]) -> Answer:
@@ -436,7 +479,10 @@ def _print(answer: Answer) -> None:
     ):
         tokens = f" = {number(fit.tokens)} tokens" if fit is not None else ""
         each = f", of each of {answer.engines} engines" if answer.engines > 1 else ""
-        nothing = "vLLM's own" if answer.door == TIER_DOOR else "none"
+        nothing = "none"
+        if answer.door == TIER_DOOR:
+            size_of_it = f", {in_words(answer.vllm_memory_bytes)}{each}" if answer.vllm_memory_bytes else ""
+            nothing = f"vLLM's own{size_of_it}"
         lines.add_row(name, f"{in_words(size_bytes)}{tokens}{each}" if size_bytes else nothing)
     lines.add_row("Memory", f"{in_words(answer.memory_bytes)} of {printable(answer.memory_of)}")
     for one in answer.directories:

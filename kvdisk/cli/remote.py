@@ -37,7 +37,7 @@ from kvdisk.cli.output import (
     print_note,
     size,
 )
-from kvdisk.config import Config
+from kvdisk.config import CODECS, Config
 from kvdisk.device.header import payload_checksum, read_header
 from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printable
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
@@ -148,13 +148,16 @@ class RemoteVerdict:
 
 def remote_config(named: str | None, directories: Sequence[Path] | None = None) -> Config:
     """Return the configuration that ``--remote`` names, with a deadline of at least
-    _LEAST_DEADLINE_S. Raises ConfigError, also where ``directories`` are named beside it, or
-    nothing is."""
+    _LEAST_DEADLINE_S. An address alone says nothing of ``remote_codec``: then coded objects count
+    too. Raises ConfigError, also where ``directories`` are named beside it, or nothing is."""
     if named is None or directories:
         raise ConfigError("name the directories of a store, or with --remote a remote store")
-    config = check_either({"remote": named} if "://" in named else read_settings(Path(named)))
+    is_address = "://" in named
+    config = check_either({"remote": named} if is_address else read_settings(Path(named)))
     if config.remote is None:
         raise ConfigError(f"{named} names no remote store")
+    if is_address:
+        config = replace(config, remote_codec=CODECS[0])
     return replace(config, remote_deadline_s=max(_LEAST_DEADLINE_S, config.remote_deadline_s))
 
 
@@ -195,22 +198,38 @@ def survey_remote(config: Config, most: int = MOST_LISTED) -> RemoteSurvey:
 
 
 def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], parts: int) -> set[BlockKey] | None:
-    """Return those of the blocks whose shards are all there; None where the store does not
-    answer."""
+    """Return those of the blocks whose shards are all there, with ``remote_codec`` coded or not;
+    None where the store does not answer. Decodes nothing, and needs no package of the codec's."""
     namespace, found = Namespace(bytes.fromhex(fingerprint), FILE_EPOCH), set(keys)
-    with closing(open_remote(config)) as objects:
+    endings = ("",) if config.remote_codec is None else (SUFFIX, "")
+    with closing(open_remote(replace(config, remote_codec=None))) as objects:
         blocks = max(1, _BATCH_NAMES // parts)
         for start in range(0, len(keys), blocks):
-            some = [(key, part) for key in keys[start : start + blocks] for part in range(parts)]
-            asked = [RemoteObject(object_name(namespace, key, part, parts)) for key, part in some]
-            objects.submit(ObjectOp.EXISTS, asked)
-            while not (ended := objects.poll(_POLL_S)):
-                pass
-            results = ended[0].results
-            if not {Result.OK, Result.ABSENT}.issuperset(results):
-                return None
-            found -= {key for (key, _), result in zip(some, results, strict=True) if result is Result.ABSENT}
+            names = {
+                object_name(namespace, key, part, parts): key
+                for key in keys[start : start + blocks]
+                for part in range(parts)
+            }
+            for ending in endings:
+                there = _which_exist(objects, [name + ending for name in names])
+                if there is None:
+                    return None
+                names = {name: key for name, key in names.items() if name + ending not in there}
+            found -= set(names.values())
     return found
+
+
+def _which_exist(objects: Objects, names: Sequence[str]) -> set[str] | None:
+    """Return the names of which there is an object; None where the store does not answer."""
+    if not names:
+        return set()
+    objects.submit(ObjectOp.EXISTS, [RemoteObject(name) for name in names])
+    while not (ended := objects.poll(_POLL_S)):
+        pass
+    results = ended[0].results
+    if not {Result.OK, Result.ABSENT}.issuperset(results):
+        return None
+    return {name for name, result in zip(names, results, strict=True) if result is Result.OK}
 
 
 def _sample(bucket: ObstoreBucket, count: int, choose: random.Random) -> list[Listed]:

@@ -287,6 +287,31 @@ def test_the_settings_of_a_tier_are_checked_in_each_form_in_which_they_are_given
     assert "vLLM's own" in run_here("check", written(tmp_path, extra)).stdout
 
 
+def test_what_vllm_keeps_before_a_tier_must_fit_into_memory_and_where_it_keeps_it(
+    tmp_path, tier, measured, monkeypatch
+):
+    """It does not start, with a sentence of its own or none, after the weights are loaded."""
+
+    def file(size_bytes: int) -> Path:
+        extra = TIERING | {"cpu_bytes_to_use": size_bytes, "secondary_tiers": [tier]}
+        return written(tmp_path, {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
+
+    assert json_of("check", file(64 << 20))["vllm_memory_bytes"] == 64 << 20
+    assert "vLLM's own, 64.0 MiB" in run_here("check", file(64 << 20)).stdout
+    said = refused("check", file(1 << 50))
+    assert said.startswith("kvdisk: vLLM is to keep 1.0 PiB before the tier, and this machine has ")
+    monkeypatch.setattr(check, "host_memory", lambda: (1 << 60, "this machine"))
+    assert "and /dev/shm, where it keeps them, has " in refused("check", file(1 << 50))
+    shared = os.statvfs(check._SHARED_MEMORY)
+    most = shared.f_blocks * shared.f_frsize
+    assert json_of("check", file(most))["ok"]
+    assert "for each of 2 engines" in refused("check", file(most), "--dp", "2")
+    for name, value in (("DOOR", "offloading"), ("CPU_BYTES", "1PiB"), ("NVME_BYTES", "64MiB")):
+        monkeypatch.setenv(f"KVDISK_{name}", value)
+    monkeypatch.setenv("KVDISK_STORE_DIRS", str(tmp_path / "kv"))
+    assert "lower cpu_bytes_to_use (KVDISK_CPU_BYTES)" in refused("check")
+
+
 def test_what_a_tier_refuses_is_refused_in_its_words(tmp_path, tier, measured):
     for change in ({"cpu_bytes": 1}, {"device": "gds"}, {"stor_dirs": "/x"}, {"nvme_bytes": "1Mi"}, {"locality": "x"}):
         wrong = tier | change

@@ -477,3 +477,24 @@ def test_why_says_how_far_the_remote_store_has_a_prompt(there, path):
     shown = run_here("why", path, "--tokens", path.parent / "tokens", "--remote", there.file()).stdout
     assert "64 tokens would hit, with what it has" in " ".join(shown.split())
     assert len(shown.splitlines()) <= 24 and max(map(len, shown.splitlines())) <= 80
+
+
+def test_why_sees_coded_blocks_as_the_setting_says_or_all_at_an_address_alone(there, s3_server, path, monkeypatch):
+    model = described(PLAIN, SOME)
+    layer = Layer(path, model)
+    put(layer, PROMPT[:32])
+    layer.leave()
+    for at, key in enumerate(keys_of(PROMPT, model)[1:4]):
+        for rank in range(RANKS):
+            name = object_name(Namespace(SOME, 0), key, rank, RANKS)
+            obstore.put(there.bucket, name + SUFFIX if at == 1 and rank else name, b"1")
+    for name, value in s3_server.options.items():
+        monkeypatch.setenv(name.upper(), value)
+
+    def hit_tokens(named: object) -> int:
+        return answered(path, PROMPT, "--remote", named)["remote"]["hit_tokens"]
+
+    assert hit_tokens(there.file()) == 32
+    assert hit_tokens(there.file(remote_codec="zstd-planes")) == 64
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # nothing is decoded
+    assert hit_tokens(there.url) == 64

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the comparison asks and ends with; ``tests/connector/test_torture_compare.py`` runs it."""
+"""What the comparisons ask and end with; ``tests/connector/test_torture_compare.py`` runs it."""
 
 from __future__ import annotations
 
 from xml.etree import ElementTree
 
 import compare_offloading
+import compare_returning
+import compared_engines
 import connectors
 import pytest
 from compare_offloading import ALONE, COMPUTED, FLIPPED, IN_MEMORY, KILLED, ON_DRIVE, OTHER_WEIGHTS, Found, Work
@@ -40,7 +42,7 @@ def test_it_blames_kvdisk_alone():
 
 def test_its_table_has_a_column_for_each_way_and_a_row_for_each_figure():
     all_found = [found(ALONE), found("kvdisk", is_ours=True), Found("LMCache", failed="it did not start")]
-    lines = compare_offloading.markdown_of(all_found, CAP).splitlines()
+    lines = compare_offloading.markdown_of(all_found, compare_offloading.rows_of(all_found, CAP)).splitlines()
     assert {line.count("|") for line in lines} == {5}
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
     assert cells["first token of 4,000, computed"] == ["5.678 s", "5.678 s", ""]
@@ -74,6 +76,44 @@ def test_tokens_may_differ_from_where_two_were_as_near_as_rounding(near, same):
     assert not agrees(wanted, Answer([7, 2, 3], 9, 0.1), near)
     assert not agrees(wanted, Answer([1, 2, 4], 9, 0.1), near)
     assert not agrees(wanted, Answer([1, 2], 9, 0.1), near)
+
+
+def test_returning_users_have_their_rows_and_kvdisk_alone_is_blamed(tmp_path):
+    got = {"2": compare_returning.Returned(8, 0.97, 0.1, 0.25, 0), KILLED: compare_returning.Returned(8, 0.5, 1, 2, 3)}
+    ours = compare_returning.Found("kvdisk", is_ours=True, returned=got)
+    other = compare_returning.Found("LMCache", returned={"2": got[KILLED]}, failed="it ended")
+    assert compare_returning.rows_of([ours, other]) == [
+        ("2 times the memory", ["97%, 0.10 / 0.25 s", "50%, 1.00 / 2.00 s, **3 wrong**"]),
+        (KILLED, ["50%, 1.00 / 2.00 s, **3 wrong**", ""]),
+    ]
+    assert compare_returning.verdict([ours, other]) == [f"kvdisk, {KILLED}: 3 wrong answers."]
+
+
+@pytest.mark.parametrize("times", [1, 2, 4, 8])
+def test_the_kv_of_those_who_return_is_so_many_times_the_memory_or_a_little_more(times):
+    returning = object.__new__(compare_returning.Returning)
+    returning.memory_bytes, returning.token_bytes = 16 * MIB, 8192
+    returning.all_users = [[0] * 528 for _ in range(100)]
+    users = len(returning.users(times))
+    assert (users - 1) * 528 * 8192 < times * 16 * MIB <= users * 528 * 8192
+
+
+def test_a_way_that_is_not_here_is_refused_and_those_that_are_are_named(capsys):
+    parser = compared_engines.options_for("", connectors.ALL_WAYS)
+    assert parser.parse_args(["--only", "kvdisk", "memory, fs"]).only == ["kvdisk", "memory, fs"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--only", "KVDISK"])
+    assert "'kvdisk as tier'" in capsys.readouterr().err
+
+
+def test_what_vllm_trips_over_in_lmcaches_numba_is_a_dictionary(monkeypatch):
+    """vLLM asks for ``vars()`` of all that modules hold."""
+    monkeypatch.syspath_prepend(connectors.ROOT / "tests" / "connector")
+    import host_lmcache
+
+    ffi = pytest.importorskip("llvmlite.binding.ffi")
+    host_lmcache.plain_library(ffi)
+    assert vars(ffi.lib).get("kernel") is None and callable(ffi.lib.LLVMPY_GetVersionInfo)
 
 
 def test_what_stands_for_vllms_worker_is_named_where_there_is_no_gpu_alone(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -18,8 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_models import MODELS, run_belady, run_model
 from replay_traces import POLICIES, Prefixes, conversations, of_prompts, replayed, room_of, write_mooncake
+from rich.console import Console
 
 from kvdisk.blocks import Tier
+from kvdisk.cli.replay.command import _print_table
+from kvdisk.cli.replay.run import run_all
 from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine
 from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.errors import ConfigError
@@ -224,3 +228,18 @@ def test_the_same_in_every_process_without_torch_and_by_room(small, tmp_path):
 )
 def test_wrong_usage_is_one_sentence(small, arguments, said):
     assert said in refused("replay", small, *arguments)
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 160])
+def test_no_title_and_no_policy_is_cut_however_narrow_the_terminal(chats, width):
+    rooms = {"cpu": room_of(chats, "50", on_nvme=False), "nvme": room_of(chats, "100%"), "gpu_blocks": 40}
+    found = run_all(chats, [Setting(**rooms | POLICIES)], 64 << 20, 1, lambda _: None)
+    console = Console(width=width, file=(said := io.StringIO()), markup=False, highlight=False, emoji=False)
+    _print_table(found, console)
+    titles, _, row, *more = said.getvalue().splitlines()
+    for title in ("nvme_bytes", "policy", "hits", "by GPU", "by CPU", "by NVMe", "written"):
+        assert title in titles
+    for title in ("read", "evicted", "refused"):
+        assert (title in titles.split()) != (title in "".join(more)), "it is shown, or said to be left out"
+    policy = found.runs[0].policy.split()
+    assert policy[0] in row and all(word in said.getvalue() for word in policy)

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from kvdisk.cli.output import WIDE, AsJson, Exit, number, plural, print_json, refusal, report_console, size
@@ -160,7 +163,7 @@ def _print(replayed: Replayed, console: Console) -> None:
     )
     for note in trace.notes:
         console.print(f"Note: {note}")
-    console.print(_table(replayed, is_wide=console.width >= WIDE))
+    _print_table(replayed, console)
     console.print(_answer(replayed))
     beside = f", {replayed.processes} runs at a time" if replayed.processes > 1 else ""
     console.print(
@@ -198,15 +201,29 @@ def _answer(replayed: Replayed) -> str:
     )
 
 
-def _table(replayed: Replayed, *, is_wide: bool) -> Table:
+def _print_table(replayed: Replayed, console: Console) -> None:
+    """Print the runs. Columns for which there is no room are left out; those of them that a narrow
+    terminal mostly has are named."""
+    usual = 0 if console.width >= WIDE else 1
+    for count in range(usual, len(_SPARE) + 1):
+        table = _table(replayed, _SPARE[:count], is_wide=console.width >= WIDE)
+        unbound = console.options.update(max_width=_NO_BOUND)
+        if Measurement.get(console, unbound, table).minimum <= console.width:
+            break
+    console.print(table)
+    if count > usual:
+        console.print(f"No room here for {', '.join(_SPARE[:count])}: a wider terminal has more, and --json all.")
+
+
+def _table(replayed: Replayed, left_out: Sequence[str], *, is_wide: bool) -> Table:
     tiers = [tier for tier in TIER_WORDS if any(run.hit_blocks.get(tier) for run in replayed.runs)]
     told_apart = tiers if len(tiers) > 1 else []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
     table.add_column("nvme_bytes" if replayed.runs[0].nvme_bytes else "room", no_wrap=True)
     table.add_column("policy")
     by_tier = [f"by {TIER_WORDS[tier]}" for tier in told_apart]
-    amplified = ["write amp."] if is_wide else []
-    for title in ("hits", *by_tier, "written", "read", *amplified, "evicted", "refused"):
+    shown = [name for name in _FIGURES if name not in left_out]
+    for title in ("hits", *by_tier, *shown):
         table.add_column(title, justify="right", no_wrap=True)
     for _, some in groupby(replayed.runs, lambda run: run.room.blocks):
         for at, run in enumerate(some):
@@ -215,15 +232,25 @@ def _table(replayed: Replayed, *, is_wide: bool) -> Table:
                 run.policy,
                 _percent(run.hit_rate),
                 *(_percent(run.hit_tokens[tier] / replayed.trace.tokens) for tier in told_apart),
-                size(run.written_bytes),
-                size(run.read_bytes),
-                *([f"{run.write_amplification:.2f}"] if is_wide else []),
-                number(sum(run.evicted_blocks.values())),
-                number(sum(run.refused[why] for why in REFUSALS)),
+                *(_FIGURES[name](run) for name in shown),
             )
         if at:
             table.add_section()
+    for column in (one for one in table.columns if one.no_wrap):
+        column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
     return table
+
+
+_FIGURES: dict[str, Callable[[Run], str]] = {
+    "written": lambda run: size(run.written_bytes),
+    "read": lambda run: size(run.read_bytes),
+    "write amp.": lambda run: f"{run.write_amplification:.2f}",
+    "evicted": lambda run: number(sum(run.evicted_blocks.values())),
+    "refused": lambda run: number(sum(run.refused[why] for why in REFUSALS)),
+}
+_SPARE = ("write amp.", "refused", "evicted", "read")
+"""What is left out first where a terminal is narrow."""
+_NO_BOUND = 10_000
 
 
 def _percent(share: float) -> str:
