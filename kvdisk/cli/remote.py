@@ -43,7 +43,7 @@ from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printabl
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
 from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result, object_name
 from kvdisk.remote.client import SEAL_BYTES, open_listed, open_remote
-from kvdisk.remote.coding import codec_of
+from kvdisk.remote.coding import CODEC_TYPES, codec_of
 from kvdisk.remote.obstore_bucket import PAGE_OBJECTS, Listed, ObstoreBucket, why_failed
 from kvdisk.tier_settings import check_either
 
@@ -201,7 +201,7 @@ def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], pa
     """Return those of the blocks whose shards are all there, with ``remote_codec`` coded or not;
     None where the store does not answer. Decodes nothing, and needs no package of the codec's."""
     namespace, found = Namespace(bytes.fromhex(fingerprint), FILE_EPOCH), set(keys)
-    endings = ("",) if config.remote_codec is None else (SUFFIX, "")
+    endings = ("",) if config.remote_codec is None else (CODEC_TYPES[config.remote_codec].suffix, "")
     with closing(open_remote(replace(config, remote_codec=None))) as objects:
         blocks = max(1, _BATCH_NAMES // parts)
         for start in range(0, len(keys), blocks):
