@@ -47,6 +47,8 @@ ROOM_S = 5.0
 _LOOK_S = 0.01
 """How often the store's thread steps while a job, a commit or a question is out. What its mover has
 finished wakes it at once."""
+_SOON_S = 0.001
+"""How long after a step it steps again at the earliest, unless for a new job."""
 _REST_S = 0.5
 """How often it steps while there is nothing to do."""
 _ASK_LOOK_S = 0.001
@@ -80,6 +82,8 @@ class SharedStore:
         """All that the store has counted so far."""
         self._is_off = self._is_ending = False
         """``_is_off``: no call reaches the store any more."""
+        self._stepped_s = 0.0
+        """When a step was taken last."""
         self._thread = threading.Thread(target=self._run, name="kvdisk-store", daemon=True)
         try:
             start_thread(self._thread)
@@ -262,8 +266,9 @@ class SharedStore:
         the lock."""
         if self._is_off:
             return False
+        self._stepped_s = time.monotonic()
         try:
-            return self._store.step(time.monotonic())
+            return self._store.step(self._stepped_s)
         except Exception:
             self._note_error()
             return False
@@ -289,17 +294,20 @@ class SharedStore:
         self._end(self._take_rest())
 
     def _turn(self) -> None:
-        """Step, end what has ended, and wait for more, without the lock."""
+        """End what has ended, step where that is due, and wait for more, without the lock."""
         self._has_work.clear()
         with self._lock:
-            is_busy = self._step()
             ended = [] if self._is_off else self._take(self._store.poll())
+        self._end(ended)  # who waits for these does not wait for the step
+        with self._lock:
+            is_due = time.monotonic() >= self._stepped_s + _SOON_S  # who asked for a job has just stepped
+            is_busy = self._step() if is_due else True
             are_out = bool(self._jobs)
-        self._end(ended)
+        wait_s = _LOOK_S if is_due else _SOON_S
         if are_out and not self._store.is_off:
-            self._store.wait(_LOOK_S)
+            self._store.wait(wait_s)
         else:
-            self._has_work.wait(_LOOK_S if is_busy or are_out else _REST_S)
+            self._has_work.wait(wait_s if is_busy or are_out else _REST_S)
 
     def _take(self, ended: Sequence[Ended]) -> list[tuple[Future[Results], Results]]:
         return [(self._jobs.pop(each.tag)[0], each.results) for each in ended]

@@ -164,7 +164,8 @@ def try_speed(runner: Runner, engine: Engine, options: argparse.Namespace, recor
     """Measure both backends of an engine in alternating pairs."""
     place = ("--dir", runner.place, "--pairs", options.pairs)
     if engine is LMCACHE:
-        rows = runner.run(engine, "bench_lmcache", *place, "--rounds", options.batches, "--kib", options.object_kib)
+        rounds = max(1, options.batches // 2)  # each has 64 objects
+        rows = runner.run(engine, "bench_lmcache", *place, "--rounds", rounds, "--kib", options.object_kib)
         _add_pairs(record, engine, rows, {"store": "store", "load": "load"}, 1e-3)
         return
     for beside, more in (("", ()), (", busy Python", ("--busy",)))[: 1 + options.busy]:

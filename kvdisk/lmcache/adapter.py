@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 
@@ -87,6 +88,7 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
         memory of the first level, which must live until ``close``. Raises ConfigError, StoreLocked,
         DeviceError."""
         super().__init__(max_capacity_bytes=0)
+        _join_log()
         version = lmcache_version()
         parameters = parse_parameters(adapter_params)
         self._config = parameters.config
@@ -370,6 +372,17 @@ class L2Adapter(L2AdapterInterface):  # type: ignore[misc] # LMCache has no type
             self._salts[salt] = None
         while len(self._salts) > MOST_SALTS:
             self._salts.pop(next(iter(self._salts)), None)
+
+
+def _join_log() -> None:
+    """Send kvdisk's log lines where LMCache's go, at its level, unless somebody has said where they
+    go. LMCache: each of its loggers has handlers of its own, and others have none."""
+    ours = logging.getLogger("kvdisk")
+    if not ours.hasHandlers():
+        theirs = init_logger("lmcache.kvdisk")
+        ours.handlers.extend(theirs.handlers)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.level)
 
 
 _DELETED = frozenset({Result.DONE, Result.ABSENT})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's objects as blocks of a store: each is cut into pieces of two sizes.
+"""LMCache's objects as blocks of a store: each is cut into pieces of three sizes.
 
 A store has to know the sizes of its blocks when it is opened. LMCache has objects of any size: one
 for each object group of each model, which it tells when the first request comes. So the sizes are
@@ -25,12 +25,13 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import ALIGNMENT
 from kvdisk.store import BlockKind, Rows
 
-LARGE_BYTES = 2 << 20
-SMALL_BYTES = 64 << 10
-KINDS = (BlockKind(LARGE_BYTES, element_bytes=2), BlockKind(SMALL_BYTES, element_bytes=2))
-"""The sizes of pieces. Small ones begin with a thirtieth of the drive, and get more as they need
-it. Objects of any type come later: elements are taken to be of 2 bytes, as most models' are."""
-_LARGE, _SMALL = 0, 1
+SIZES = LARGE_BYTES, MIDDLE_BYTES, SMALL_BYTES = (2 << 20, 256 << 10, 64 << 10)
+"""The bytes of pieces. A piece costs about the same whatever its size, so most bytes go in large
+ones, and an object in as few as it can."""
+KINDS = tuple(BlockKind(size, element_bytes=2) for size in SIZES)
+"""Small pieces begin with a thirtieth of the drive, middle ones with a ninth, and each gets more as
+it needs it. Objects of any type come later: elements are taken to be of 2 bytes, as most models'
+are."""
 NAME_BYTES = 32
 """Bytes of an object's name, which the keys of its pieces begin with."""
 _LAYOUT_BYTES = 16
@@ -66,7 +67,7 @@ def layout_of(shapes: Sequence[Any], dtypes: Sequence[Any], pitch: int) -> Layou
     size = sum(sizes)
     taken = -(-size // pitch) * pitch
     # Pieces are other bytes where objects are cut elsewhere: all that decides it is in their keys.
-    text = repr((tensors, taken, LARGE_BYTES, SMALL_BYTES))
+    text = repr((tensors, taken, SIZES))
     tag = hashlib.sha256(text.encode()).digest()[:_LAYOUT_BYTES]
     cuts = _cuts(taken)
     places = [
@@ -80,11 +81,12 @@ def _cuts(size: int) -> Iterable[tuple[int, int]]:
     overlaps the one before it: both have the same bytes there."""
     if size < SMALL_BYTES:
         return []
-    large = size // LARGE_BYTES
-    whole = large * LARGE_BYTES
-    small = -(-(size - whole) // SMALL_BYTES)
-    cuts = [(_LARGE, at * LARGE_BYTES) for at in range(large)]
-    return cuts + [(_SMALL, min(whole + at * SMALL_BYTES, size - SMALL_BYTES)) for at in range(small)]
+    cuts, whole = list[tuple[int, int]](), 0
+    for kind, piece in enumerate(SIZES):
+        count = (size - whole) // piece
+        cuts += [(kind, whole + at * piece) for at in range(count)]
+        whole += count * piece
+    return cuts if whole == size else [*cuts, (len(SIZES) - 1, size - SMALL_BYTES)]
 
 
 class ArenaRows:

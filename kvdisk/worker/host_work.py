@@ -16,6 +16,9 @@ from kvdisk.worker.backend import Progress
 from kvdisk.worker.routes import Batch, Leg
 from kvdisk.worker.slot_headers import SlotHeaders
 
+SHORT_BYTES = 1 << 20
+"""A batch of so many bytes takes less time than a thread needs to be woken, and to be heard."""
+
 _Checked = tuple[dict[int, Reason], list[int]]
 """See ``SlotHeaders.check``."""
 
@@ -39,7 +42,8 @@ class HostWork:
         return bool(self._under_way)
 
     def start(self, batch: Batch) -> Progress:
-        if self._threads is None or batch.route.direct:
+        is_short = len(batch.positions) * batch.slot_bytes <= SHORT_BYTES
+        if self._threads is None or batch.route.direct or is_short:
             return self._end(batch, self._run(batch))
         batch.pending = True
         self._under_way.append((batch, self._threads.submit(self._run, batch)))

@@ -80,6 +80,31 @@ def test_close_says_that_it_waits() -> None:
     assert store.close(SAFETY_S)
 
 
+def test_a_job_ends_before_the_step_after_it() -> None:
+    listens, seen = threading.Event(), list[str]()
+
+    class Watched(MemoryBlocks):
+        def wait(self, wait_s: float) -> None:
+            assert listens.wait(SAFETY_S)
+            seen.append("answered")
+            super().wait(wait_s)
+
+        def poll(self, wait_s: float = 0.0) -> list[Ended]:
+            return super().poll(wait_s) if "answered" in seen else []
+
+        def step(self, now: float) -> bool:
+            seen.append("step")
+            return super().step(now)
+
+    store = SharedStore(Watched(KINDS, make_rows()))
+    future = store.put(chain_of(KEYS))
+    future.add_done_callback(lambda _: seen.append("heard"))
+    listens.set()
+    assert future.result(SAFETY_S) == [Result.DONE] * 12
+    assert store.close(SAFETY_S)
+    assert seen[seen.index("answered") + 1] == "heard"
+
+
 def test_a_question_does_not_wait_for_the_mover(tmp_path: Path) -> None:
     """The store's thread waits for its mover without the lock."""
 

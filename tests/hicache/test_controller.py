@@ -13,8 +13,10 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache import hicache_storage
 from support.drive_blocks import gated_device
 
-from hicache.trees import Tree, extra_config, prompt, write_model
+from hicache.trees import Tree, WindowTree, extra_config, prompt, write_model
 
+NAMES_ALL = hasattr(hicache_storage.HiCacheStorage, "on_host_pools_registered")
+needs_all = pytest.mark.skipif(not NAMES_ALL, reason="SGLang 0.5.22 does not say when it has named all pools")
 WAYS = [
     (mla, layout, tensors)
     for mla in (False, True)
@@ -35,6 +37,45 @@ def test_prompts_are_loaded_after_a_restart(tmp_path, model, mla, layout, tensor
     assert again.load(prompt(1, 12)) == len(prompt(1, 12))
     assert again.load(prompt(2, 10)) == len(prompt(2, 8))
     assert again.load(prompt(9, 4)) == 0
+    again.close()
+
+
+@needs_all
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_prompts_of_a_model_with_windows_are_loaded_after_a_restart(tmp_path, model, layout):
+    extra = extra_config(tmp_path / "store")
+    tree = WindowTree(model, extra, layout=layout)
+    for number in range(3):
+        tree.compute(prompt(number, 8))
+    tree.compute(prompt(1, 12))
+    tree.close()
+    again = WindowTree(model, extra, layout=layout)
+    assert again.load(prompt(0, 8)) == len(prompt(0, 8))
+    assert again.load(prompt(1, 12)) == len(prompt(1, 12))
+    assert again.load(prompt(2, 10)) == len(prompt(2, 8))
+    assert again.load(prompt(9, 4)) == 0
+    again.close()
+
+
+@needs_all
+def test_a_prompt_whose_window_is_lost_is_computed(tmp_path, model):
+    """Of the second pool a page of the last window is gone: a shorter prompt has all of its own."""
+    extra = extra_config(tmp_path / "store")
+    tree = WindowTree(model, extra)
+    tree.compute(prompt(0, 8))
+    tree.close()
+    again, asked = WindowTree(model, extra), hicache_storage.PoolName.SWA
+    get = again.backend.batch_get_v2
+
+    def lose_one(transfers, extra_info=None):
+        found = get(transfers, extra_info)
+        return {name: [False, *each[1:]] if name == asked else each for name, each in found.items()}
+
+    again.backend.batch_get_v2 = lose_one
+    assert again.load(prompt(0, 8)) < len(prompt(0, 8))
+    del again.backend.batch_get_v2
+    again.compute(prompt(1, 8))
+    assert again.load(prompt(1, 8)) == len(prompt(1, 8))
     again.close()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InsertParams,
@@ -26,14 +27,25 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-from hicache.backends import LAYERS, PAGE_TOKENS, arguments_for, extra_config, make_device_pool, write_model
+from hicache.backends import (
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    PAGE_TOKENS,
+    arguments_for,
+    extra_config,
+    make_device_pool,
+    write_model,
+)
 
 WAIT_S = 60.0
+WINDOW_TOKENS = 3 * PAGE_TOKENS
 
 
 def kv_of(tokens: list[int], weights: int, layer: int, part: int, row_bytes: int) -> np.ndarray:
@@ -69,19 +81,16 @@ class Tree:
         self.arguments = arguments_for(model, extra, layout, **named | arguments)
         set_global_server_args_for_scheduler(self.arguments)
         size = pages * PAGE_TOKENS
-        self.pool = make_device_pool(pages, mla=mla)
         self.mla = mla
-        self.allocator = TokenToKVPoolAllocator(
-            size=size, dtype=torch.bfloat16, device="cpu", kvcache=self.pool, need_sort=False
-        )
+        self.make_pools(pages)
         requests = ReqToTokenPool(size=8, max_context_len=size, device="cpu", enable_memory_saver=False)
         parameters = CacheInitParams(
             req_to_token_pool=requests,
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE_TOKENS,
             disable=False,
-            tree_components=(ComponentType.FULL,),
             tp_cache_group=group,
+            **self.shape(),
         )
         self.cache = UnifiedRadixCache(params=parameters)
         self._requests = 0
@@ -89,6 +98,17 @@ class Tree:
             self.cache.init_hicache(self.arguments, parameters)
         # SGLang leaves half of the host pool to what is stored; here loads may have all of it
         self.controller.prefetch_capacity_limit = self.controller.mem_pool_host.size
+
+    def make_pools(self, pages: int) -> None:
+        """Make the device pool and its allocator."""
+        self.pool: Any = make_device_pool(pages, mla=self.mla)
+        self.allocator: Any = TokenToKVPoolAllocator(
+            size=pages * PAGE_TOKENS, dtype=torch.bfloat16, device="cpu", kvcache=self.pool, need_sort=False
+        )
+
+    def shape(self) -> dict[str, Any]:
+        """Return what the tree is told of the model."""
+        return {"tree_components": (ComponentType.FULL,)}
 
     def placed(self) -> Any:
         """Return a context in which SGLang knows which rank this is."""
@@ -121,13 +141,17 @@ class Tree:
         match = self.cache.match_prefix(MatchPrefixParams(key=key))
         known = self.cache.path_device_indices(match.last_device_node)
         places = torch.cat([known, self.allocator.alloc(len(tokens) - len(known))])
+        self.fill(tokens, places)
+        self.cache.insert(InsertParams(key=key, value=places))
+        self.cache.flush_pending_backups()
+        self.pump(lambda: not self.cache.ongoing_write_through and not self.cache.ongoing_backup)
+
+    def fill(self, tokens: list[int], places: torch.Tensor) -> None:
+        """Write the KV of tokens into the device pool."""
         for layer, parts in enumerate(self._parts()):
             for part, tensor in enumerate(parts):
                 rows = tensor.view(len(tensor), -1).view(torch.uint8)
                 rows[places] = torch.from_numpy(kv_of(tokens, self.weights, layer, part, rows.shape[1]))
-        self.cache.insert(InsertParams(key=key, value=places))
-        self.cache.flush_pending_backups()
-        self.pump(lambda: not self.cache.ongoing_write_through and not self.cache.ongoing_backup)
 
     def pump(self, is_done: Any, wait_s: float = WAIT_S) -> None:
         """Do as the scheduler's loop does until something is so, on all ranks in step."""
@@ -163,7 +187,7 @@ class Tree:
             self.cache.check_hicache_events()
             match = self.cache.match_prefix(MatchPrefixParams(key=key))
         found = match.device_prefix_len
-        self._compare(tokens[:found], self.cache.path_device_indices(match.last_device_node))
+        self.compare(tokens[:found], self.cache.path_device_indices(match.last_device_node))
         return found
 
     def _prefix_of(self, node: Any, tokens: list[int]) -> tuple[str | None, list[str] | None]:
@@ -173,7 +197,7 @@ class Tree:
         hashes = self.cache.tree_core.get_hash_values(node)
         return hashes[-1], None
 
-    def _compare(self, tokens: list[int], places: torch.Tensor) -> None:
+    def compare(self, tokens: list[int], places: torch.Tensor) -> None:
         for layer, parts in enumerate(self._parts()):
             for part, tensor in enumerate(parts):
                 rows = tensor.view(len(tensor), -1).view(torch.uint8)
@@ -187,9 +211,66 @@ class Tree:
         self.cache.release_host_resources()
 
 
+class WindowTree(Tree):
+    """Of a model with two layers of full attention and two of a sliding window, whose KV is in a
+    pool of its own."""
+
+    def make_pools(self, pages: int) -> None:
+        size = pages * PAGE_TOKENS
+        self.pool = SWAKVPool(
+            size=size,
+            size_swa=size,
+            page_size=PAGE_TOKENS,
+            dtype=torch.bfloat16,
+            head_num=HEADS,
+            head_dim=HEAD_DIM,
+            swa_attention_layer_ids=[1, 3],
+            full_attention_layer_ids=[0, 2],
+            device="cpu",
+        )
+        self.allocator = SWATokenToKVPoolAllocator(
+            size, size, page_size=1, dtype=torch.bfloat16, device="cpu", kvcache=self.pool, need_sort=False
+        )
+
+    def shape(self) -> dict[str, Any]:
+        return {"tree_components": (ComponentType.FULL, ComponentType.SWA), "sliding_window_size": WINDOW_TOKENS}
+
+    def _rows(self) -> list[tuple[bool, int, int, torch.Tensor]]:
+        """Return the device's tensors: whether they are of the window, layer, part, and rows."""
+        return [
+            (is_window, layer + 100 * is_window, part, tensor.view(len(tensor), -1).view(torch.uint8))
+            for is_window, pool in enumerate((self.pool.full_kv_pool, self.pool.swa_kv_pool))
+            for part, buffers in enumerate((pool.k_buffer, pool.v_buffer))
+            for layer, tensor in enumerate(buffers)
+        ]
+
+    def _in_window(self, places: torch.Tensor) -> torch.Tensor:
+        return self.allocator.translate_loc_from_full_to_swa(places).long()
+
+    def fill(self, tokens: list[int], places: torch.Tensor) -> None:
+        has_window = self._in_window(places) > 0
+        for is_window, layer, part, rows in self._rows():
+            want = torch.from_numpy(kv_of(tokens, self.weights, layer, part, rows.shape[1]))
+            if is_window:
+                rows[self._in_window(places)[has_window]] = want[has_window]
+            else:
+                rows[places] = want
+
+    def compare(self, tokens: list[int], places: torch.Tensor) -> None:
+        """Of the window's layers what the next token reads."""
+        for is_window, layer, part, rows in self._rows():
+            want = torch.from_numpy(kv_of(tokens, self.weights, layer, part, rows.shape[1]))
+            if is_window:
+                last = self._in_window(places[-WINDOW_TOKENS:])
+                assert (last > 0).all(), "a hit without its window"
+                assert torch.equal(rows[last], want[-WINDOW_TOKENS:]), "WRONG BYTES"
+            else:
+                assert torch.equal(rows[places], want), "WRONG BYTES"
+
+
 def prompt(number: int, pages: int) -> list[int]:
     """Return a prompt of so many whole pages, which begins with its number."""
     return [(number * 7919 + at * 31) % 100_003 for at in range(pages * PAGE_TOKENS)]
 
 
-__all__ = ["Tree", "extra_config", "prompt", "write_model"]
+__all__ = ["Tree", "WindowTree", "extra_config", "prompt", "write_model"]

@@ -22,7 +22,7 @@ from kvdisk.store import Result
 from l2adapter.adapters import NAME, Arena, Driver, key_of, parameters_for, write_model
 
 MIB = 1 << 20
-SIZES = [8 * MIB, 2 * MIB, 65536, 100_000, 5 * MIB + 12_345, 2 * MIB + 1]
+SIZES = [8 * MIB, 2 * MIB, 65536, 100_000, 5 * MIB + 12_345, 2 * MIB + 1, 262_144, 900_000]
 
 
 @pytest.fixture

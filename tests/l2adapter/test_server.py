@@ -59,7 +59,9 @@ def test_a_killed_server_loses_nothing_that_was_committed(tmp_path, model, serve
     assert load_all(server, OTHER, ODD_SHAPE, range(4)) == 16
     assert load_all(server, NAME, SHAPE, range(4)) == 16
     assert server.kvdisk["is_healthy"]
-    assert "WARNING" not in "".join(line for line in server.log.splitlines() if "kvdisk" in line)
+    said = "".join(line for line in server.log.splitlines() if "kvdisk" in line)
+    assert f"INFO:\x1b[0m kvdisk knows the weights of {NAME}." in said, "its lines are among LMCache's"
+    assert "WARNING" not in said
     server.stop()
 
 

@@ -13,6 +13,7 @@ from support.faulty_device import FaultyDevice
 from support.waits import WAIT_S
 
 from kvdisk.messages import JobKind, Reason
+from kvdisk.worker import host_work
 from kvdisk.worker.copier import CudaCopier, Passed
 from kvdisk.worker.slot_headers import SlotHeaders
 
@@ -121,6 +122,13 @@ def test_nothing_is_asked_every_moment_while_only_the_model_is_waited_for(monkey
     rank.close()
 
 
+@pytest.fixture
+def all_to_threads(monkeypatch):
+    """No batch is so short that the mover's own thread seals or verifies it."""
+    monkeypatch.setattr(host_work, "SHORT_BYTES", 0)
+
+
+@pytest.mark.usefixtures("all_to_threads")
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_checksum_threads_seal_and_verify_what_the_movers_own_would(on_gpu):
     rank = Rank(on_gpu=on_gpu, threaded=True, checksum_threads=3)
@@ -145,6 +153,7 @@ def test_checksum_threads_seal_and_verify_what_the_movers_own_would(on_gpu):
     rank.mover.close()
 
 
+@pytest.mark.usefixtures("all_to_threads")
 def test_several_parts_are_verified_at_once_and_others_go_on_meanwhile(monkeypatch):
     threads = 3
     meet, held, check = threading.Barrier(threads + 1), threading.Event(), SlotHeaders.check
@@ -174,6 +183,26 @@ def test_several_parts_are_verified_at_once_and_others_go_on_meanwhile(monkeypat
     assert not any(thread.name.startswith("kvdisk-checksum") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize(("most_slots", "name"), [(1, "kvdisk-checksum"), (16, "kvdisk-mover")])
+def test_a_short_batch_is_verified_without_another_thread(monkeypatch, most_slots, name):
+    names, check = set(), SlotHeaders.check
+
+    def checked(headers, batch):
+        names.add(threading.current_thread().name.rpartition("_")[0] or threading.current_thread().name)
+        return check(headers, batch)
+
+    rank = Rank(threaded=True, checksum_threads=1)
+    rank.await_jobs(*rank.opening)
+    monkeypatch.setattr(host_work, "SHORT_BYTES", most_slots * rank.arena.slot_sizes[rank.classes[0]])
+    monkeypatch.setattr(SlotHeaders, "check", checked)
+    moves = [move(block, 0, block, rank.cpu(0, block)) for block in range(2)]
+    assert do(rank, JobKind.STORE, moves) == {}
+    assert do(rank, JobKind.LOAD, moves) == {}
+    assert names == {name}
+    rank.mover.close()
+
+
+@pytest.mark.usefixtures("all_to_threads")
 def test_an_error_of_ours_on_a_checksum_thread_reaches_the_model(monkeypatch):
     rank = Rank(threaded=True, checksum_threads=2)
     rank.await_jobs(*rank.opening)
