@@ -47,6 +47,7 @@ from kvdisk.cli.verify import verify_store
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry, segment_file_bytes
 from kvdisk.index.lmdb_index import map_bytes_for
+from kvdisk.index.map_size import planned_bytes
 from kvdisk.manager import bounds, step_work
 from kvdisk.manager.kv_hints import ACTIONS
 from kvdisk.manager.requests import NO_LIMITS, KVHint, RequestLimits
@@ -54,6 +55,8 @@ from kvdisk.request_trace import RequestTrace
 
 DAYS, HOURS, HOUR_S = 7, 24, 3600.0
 LONGEST_TOKENS = 1_000_000
+PAGE_BYTES = 4096
+"""Of an index's file."""
 LONGEST_STEP_S = 1.0
 LEAST_CHUNK = 200
 """Requests that are made at once, at least."""
@@ -288,6 +291,9 @@ class Week:
             middle, high = np.percentile(taken, (50, 99))
             times[kind] = {"count": len(taken), "median": middle * 1e6, "p99": high * 1e6, "most": max(taken) * 1e6}
         pages = lmdb_sizes(parts.home.index_path)
+        # Within its plan the last page depends on how much came while a commit was under way.
+        planned = planned_bytes(self.settings.nvme_blocks * 17 // 16) // PAGE_BYTES
+        pages["pages beyond the plan"] = max(0, pages.pop("last page") + 1 - planned)
         trace = sum(file.stat().st_size for file in self._directory.glob("trace*"))
         sample = {
             "hour": hour,

@@ -342,8 +342,13 @@ class StorePlanner:
         offers = self._offers.named(group, of_group, rest.blocks, at_all, request.tenant)
         offers = offers.at(self._offers.cached(offers))
         if offers.keys:
-            self.leave(self.store(offers, None, self._work.now).unserved)
-            self._left_at = self._state.released
+            self.store_or_leave(offers)
+
+    def store_or_leave(self, offers: Offers) -> None:
+        """Offer blocks that no request offers any more. Those without room are left, and offered
+        again once some may have come free."""
+        self.leave(self.store(offers, None, self._work.now).unserved)
+        self._left_at = self._state.released
 
     def leave(self, offers: Offers) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them: of more

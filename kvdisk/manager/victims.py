@@ -165,7 +165,7 @@ class Victims:
             looked = max(1, len(offers.keys))
             offers = offers.at(self._offers.cached(offers))
             if offers.keys:
-                self._stores.leave(self._stores.store(offers, None, self._work.now).unserved)
+                self._stores.store_or_leave(offers)
             end = start
             self._await_before(request.request_id, group, keys, positions, end)
             yield looked
