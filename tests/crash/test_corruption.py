@@ -154,7 +154,7 @@ CASES: dict[str, Damage] = {
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store that was closed in order."""
     store = tmp_path_factory.mktemp("prepared") / "store"
-    with Child(store.parent, replace(SETTINGS, store=str(store), damaged=False, requests=100)) as child:
+    with Child(store.parent, replace(SETTINGS, store=str(store), damaged=False, requests=300)) as child:
         assert child.end()["blocks"] >= 10
     return store
 
