@@ -149,15 +149,20 @@ class SharedStore:
                 raise
             self._step()
 
-        self._ask(begin, otherwise=None)
+        self._ask(begin, otherwise=None, wakes=True)
         if not is_known:
             future.set_result([Result.CANCELLED] * count)
         return future
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def _ask(self, question: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
-        """Ask the store, unless it is off. An error of ours puts it off. Raises ValueError."""
+    def _ask(self, question: Callable[[], _Answer], otherwise: _Answer, *, wakes: bool = False) -> _Answer:
+        """Ask the store, unless it is off. An error of ours puts it off. Raises ValueError.
+
+        ``wakes``: have the store's thread step now. Who only asks leaves it at rest: it holds the
+        lock while it waits for the interpreter, and beside busy Python the next question would wait
+        for both.
+        """
         with self._lock:
             if self._is_off:
                 return otherwise
@@ -169,13 +174,14 @@ class SharedStore:
                 self._note_error()
                 return otherwise
             finally:
-                self._has_work.set()
+                if wakes or self._is_off:
+                    self._has_work.set()
 
     def presence(self, keys: Sequence[BlockKey]) -> bytes:
         """Return the ``Presence`` of each key. Neither waits nor counts: about a microsecond a
         key."""
         need(set(map(type, keys)) <= {bytes}, "a key is bytes")
-        with self._lock:  # what ``_ask`` does, in less time, and without waking anybody
+        with self._lock:  # what ``_ask`` does, in less time
             return bytes(len(keys)) if self._is_off else self._store.presence(keys)
 
     def longest_prefix(self, keys: Sequence[BlockKey], hold_s: float = 0.0) -> int:
@@ -221,7 +227,7 @@ class SharedStore:
         if found.count(Presence.READY) == len(found):
             return found
         until_s = time.monotonic() + (self._lookup_wait_s if wait_s is None else wait_s)
-        self._ask(lambda: self._store.ask(keys), otherwise=None)
+        self._ask(lambda: self._store.ask(keys), otherwise=None, wakes=True)
         while Presence.ASKED in (found := self.presence(keys)) and time.monotonic() < until_s:
             time.sleep(_ASK_LOOK_S)
             self._ask(self._step, otherwise=False)
@@ -243,7 +249,7 @@ class SharedStore:
 
     def forget(self, epoch: int) -> None:
         """Serve nothing of before, in this process; see ``BlockStoreFace.forget``."""
-        self._ask(lambda: self._store.forget(epoch), otherwise=None)
+        self._ask(lambda: self._store.forget(epoch), otherwise=None, wakes=True)
 
     def close(self, wait_s: float | None = None) -> bool:
         """Finish every job that was asked for, commit, and give the store back. New jobs are

@@ -15,6 +15,7 @@ from support.drive_blocks import bytes_for, gated_device, make_room, open_drive
 from support.shared_rows import make_shared_rows
 from support.waits import until
 
+from kvdisk import shared_store
 from kvdisk.mover_process import MoverProcess
 from kvdisk.shared_store import SharedStore
 from kvdisk.store import BlockKind, Memory
@@ -103,6 +104,32 @@ def test_a_job_ends_before_the_step_after_it() -> None:
     assert future.result(SAFETY_S) == [Result.DONE] * 12
     assert store.close(SAFETY_S)
     assert seen[seen.index("answered") + 1] == "heard"
+
+
+def test_questions_leave_the_stores_thread_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the lock while it waits for the interpreter."""
+    monkeypatch.setattr(shared_store, "_REST_S", 10 * SAFETY_S)
+    steps = 0
+
+    class Counted(MemoryBlocks):
+        def step(self, now: float) -> bool:
+            nonlocal steps
+            steps += 1
+            super().step(now)
+            return False
+
+    store = SharedStore(Counted(KINDS, make_rows()))
+    assert store.put(chain_of(KEYS)).result(SAFETY_S) == [Result.DONE] * 12
+    until(lambda: store._has_work._cond._waiters, "rest")  # type: ignore[attr-defined]
+    before = steps
+    for _ in range(50):
+        store.reached(KEYS)
+        assert store.longest_prefix(KEYS, 1.0) == 12
+        store.hold(KEYS, 1.0)
+        assert len(store.keys()) == 12 and store.usage().total_bytes and store.figures()
+    assert not store._has_work.is_set() and steps == before
+    assert store.delete(KEYS).result(SAFETY_S) == [Result.DONE] * 12, "a job wakes it"
+    assert store.close(SAFETY_S)
 
 
 def test_a_question_does_not_wait_for_the_mover(tmp_path: Path) -> None:
