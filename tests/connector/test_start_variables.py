@@ -176,7 +176,7 @@ def served(model: Path, log: Path, *options: str, **more: str) -> Iterator[str]:
         port = found.getsockname()[1]
     command = [sys.executable, "-c", VLLM, "serve", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"]
-    command += ["--max-model-len", "4096"]  # the model's own may not fit into what memory a busy machine has
+    command += ["--max-model-len", "2048"]  # the model's own may not fit into what memory a busy machine has
     command += ["--shutdown-timeout", "30", "--enable-prompt-tokens-details", "--served-model-name", "demo", *options]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment("own", 1) | more)
