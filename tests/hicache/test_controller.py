@@ -24,37 +24,32 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("mla", "layout", "tensors"), [*WAYS, (False, "page_first_direct", False)])
-def test_prompts_are_loaded_after_a_restart(tmp_path, model, mla, layout, tensors):
-    extra = extra_config(tmp_path / "store", tensors=tensors)
-    tree = Tree(model, extra, mla=mla, layout=layout)
+def check_a_restart(make):
+    """Compute prompts in one life of a tree, and load them in the next."""
+    tree = make()
     for number in range(3):
         tree.compute(prompt(number, 8))
     tree.compute(prompt(1, 12))  # goes on where an earlier one ended
     tree.close()
-    again = Tree(model, extra, mla=mla, layout=layout)
+    again = make()
     assert again.load(prompt(0, 8)) == len(prompt(0, 8))
     assert again.load(prompt(1, 12)) == len(prompt(1, 12))
     assert again.load(prompt(2, 10)) == len(prompt(2, 8))
     assert again.load(prompt(9, 4)) == 0
     again.close()
+
+
+@pytest.mark.parametrize(("mla", "layout", "tensors"), [*WAYS, (False, "page_first_direct", False)])
+def test_prompts_are_loaded_after_a_restart(tmp_path, model, mla, layout, tensors):
+    extra = extra_config(tmp_path / "store", tensors=tensors)
+    check_a_restart(lambda: Tree(model, extra, mla=mla, layout=layout))
 
 
 @needs_all
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 def test_prompts_of_a_model_with_windows_are_loaded_after_a_restart(tmp_path, model, layout):
     extra = extra_config(tmp_path / "store")
-    tree = WindowTree(model, extra, layout=layout)
-    for number in range(3):
-        tree.compute(prompt(number, 8))
-    tree.compute(prompt(1, 12))
-    tree.close()
-    again = WindowTree(model, extra, layout=layout)
-    assert again.load(prompt(0, 8)) == len(prompt(0, 8))
-    assert again.load(prompt(1, 12)) == len(prompt(1, 12))
-    assert again.load(prompt(2, 10)) == len(prompt(2, 8))
-    assert again.load(prompt(9, 4)) == 0
-    again.close()
+    check_a_restart(lambda: WindowTree(model, extra, layout=layout))
 
 
 @needs_all
