@@ -505,10 +505,9 @@ class Engine:
         if preempted:
             with self.times.of("preempt"):
                 manager.preempt(preempted, self.now)
-        for request, tokens in scheduled:
-            with self.times.of("store"):
-                if manager.note_scheduled(request.id, tokens):
-                    manager.plan_store(request.id, tokens, [request.blocks], self.now)
+        with self.times.of("store"):
+            wanted = [(each, tokens) for each, tokens in scheduled if manager.note_scheduled(each.id, tokens)]
+            manager.plan_stores([(each.id, tokens, [each.blocks]) for each, tokens in wanted], self.now)
         computed = sum(tokens - request.gpu_tokens for request, tokens in scheduled)
         with self.times.of("plan"):
             plan = manager.take_plan(self.now, idle=not scheduled, scheduled_tokens=computed)

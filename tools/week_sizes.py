@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import lmdb
 import numpy as np
 
+from kvdisk.manager import bounds, chances
+
 _PLAIN = (int, float, str, bytes, bool, type(None), Enum, range, Path)
 _BUFFERS = (bytearray, memoryview, array, np.ndarray)
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple)
@@ -29,6 +31,11 @@ of bytes MEMORY_SLACK, of others COUNT_SLACK."""
 SPARE = frozenset({"catalog.Catalog._vacant"})
 """Room that a table keeps: it grows as the table gets emptier. The whole table is counted anyway,
 by its columns."""
+BOUNDED = {
+    "chances.Chances._past[]": (bounds.COUNTS + 1) * chances.CLASSES,
+    "chances.Chances._old[]": (chances.OLD_COUNTS + 2) * 2 * chances.CLASSES * chances.BUCKETS,
+}
+"""What a list has when it is full. It may take longer than two days to be."""
 
 
 def sizes_of(*roots: object) -> dict[str, int]:
@@ -161,7 +168,7 @@ class Series(NamedTuple):
     @property
     def has_grown(self) -> bool:
         """Whether the last day has more than the second one allows."""
-        if self.name in SPARE:
+        if self.name in SPARE or self.most <= BOUNDED.get(self.name, -1):
             return False
         return self.last > self.second * GROWTH + (MEMORY_SLACK if self.is_bytes else COUNT_SLACK)
 

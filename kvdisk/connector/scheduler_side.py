@@ -218,8 +218,7 @@ class SchedulerSide:
     def _follow_session(self, request: Request) -> None:
         """Check what no hook reports: whether the prompt of a streaming session, a request with a
         queue, has grown."""
-        if request.streaming_queue is not None:
-            self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
+        self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -228,7 +227,8 @@ class SchedulerSide:
             return None, False  # by other hashes vLLM finds other blocks: it asks again
         if request.request_id not in self._requests:
             return 0, False
-        self._follow_session(request)
+        if request.streaming_queue is not None:
+            self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens = int(local_tokens)
         self._manager.note_time(int(time.time()))
         tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
@@ -260,7 +260,8 @@ class SchedulerSide:
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
-            self._follow_session(request)
+            if request.streaming_queue is not None:
+                self._follow_session(request)
             if self._manager.note_scheduled(request.request_id, computed_tokens):
                 self._manager.note_time(int(time.time()))
                 self._describe(request)
@@ -281,6 +282,7 @@ class SchedulerSide:
         step = StepInput.of(output, self._groups)
         if step.preempted:
             manager.preempt(step.preempted, now, step.overwritten)
+        computed: list[tuple[str, int, list[Sequence[int]]]] = []
         for request_id, scheduled_tokens in step.scheduled.items():
             request = self._requests.get(request_id)
             if request is None:
@@ -288,12 +290,15 @@ class SchedulerSide:
             # Among the tokens that are computed when this step is over, only those whose ids are
             # known are final.
             computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
-            self._follow_session(request)
+            if request.streaming_queue is not None:
+                self._follow_session(request)
             if manager.note_scheduled(request_id, computed_tokens):
                 self._describe(request)
                 tables = step.tables(request_id)
                 if tables is not None:
-                    manager.plan_store(request_id, computed_tokens, tables, now)
+                    computed.append((request_id, computed_tokens, tables))
+        if computed:
+            manager.plan_stores(computed, now)
         for request_id, states in step.states.items():
             if request_id in self._requests:
                 self._describe(self._requests[request_id])

@@ -32,7 +32,7 @@ _EDGES: Final = np.array([0.0] + [2.0**bucket for bucket in range(BUCKETS)])
 _WIDTHS: Final = np.diff(_EDGES)
 _LEARNT_EVERY: Final = (512, 4096)
 """Blocks, at first and at most: an eighth of those that were counted."""
-_OLD_COUNTS: Final = 8
+OLD_COUNTS: Final = 8
 """Counts that are kept of what was wanted so long ago that it will be left out."""
 _PRIOR: Final = 5.0
 """A class's own counts weigh as much as all classes' together once prompts of it of this weight
@@ -126,7 +126,7 @@ class Chances:
         self.returned = (wanted[0].reshape(_KINDS, -1)[:ORIGINS].sum(1) / np.maximum(came, 1.0)).tolist()
         self._undrawn = risk, wanted, widths
         self._past.append((now, tick, entered))
-        if now - self._old[-1][0] >= max(1, memory // _OLD_COUNTS):
+        if now - self._old[-1][0] >= max(1, memory // OLD_COUNTS):
             self._old.append((now, tick, reused))
         if len(self._past) > bounds.COUNTS:
             del self._past[1 : bounds.COUNTS // 2 : 2]

@@ -87,13 +87,14 @@ class Offers(NamedTuple):
         """Return the blocks at some places, in the order of these."""
         return Offers._make([column[at] for at in places] if column else column for column in self)
 
-    def and_then(self, others: Offers) -> Offers:
-        """Return these and others with the same columns, but for their rows: these may have
+    @classmethod
+    def joined(cls, some: Sequence[Offers]) -> Offers:
+        """Return several with the same columns as one, without their rows: these may have
         changed."""
-        joined = others
-        if self.keys:
-            joined = Offers._make([*column, *more] for column, more in zip(self, others, strict=True))
-        return joined._replace(rows=())
+        filled = [each for each in some if each.keys]
+        if len(filled) < 2:
+            return filled[0]._replace(rows=()) if filled else cls()
+        return cls._make([*chain.from_iterable(columns)] for columns in zip(*filled, strict=True))._replace(rows=())
 
 
 class Taken(NamedTuple):

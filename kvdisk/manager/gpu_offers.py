@@ -4,7 +4,7 @@ bytes. Scheduler thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from operator import itemgetter
 
@@ -24,8 +24,10 @@ class GpuOffers:
         self._context = parts.context
         self._block_tokens = [group.block_tokens for group in parts.geometry.groups]
 
-    def in_order(self, places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def in_order(self, places: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return blocks, by group and position, in the order of their prompt over all groups."""
+        if len(places) < 2:
+            return list(places)
         sizes = self._block_tokens
         if len(set(sizes)) == 1:
             return sorted(places, key=_POSITION_AND_GROUP)
@@ -42,10 +44,12 @@ class GpuOffers:
         by_group: dict[int, list[int]] = {}
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
-        offers = Offers()
-        for group, positions in by_group.items():
-            of_group = self.of_group(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
-            offers = offers.and_then(of_group)
+        offers = Offers.joined(
+            [
+                self.of_group(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
+                for group, positions in by_group.items()
+            ]
+        )
         if len(by_group) > 1:
             at_of = {place: at for at, place in enumerate(zip(offers.groups, offers.positions, strict=True))}
             offers = offers.at([at_of[place] for place in self.in_order(at_of)])

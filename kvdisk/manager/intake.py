@@ -60,19 +60,20 @@ class Intake:
         offers: Offers,
         now: float,
         *,
-        request_id: str | None = None,
+        owners: Sequence[str] = (),
         are_admitted: bool = False,
         by_key: bool = False,
     ) -> Answer:
-        """Plan a job for the offers that are admitted, as far as there is room; of a request's none
+        """Plan a job for the offers that are admitted, as far as there is room; of requests' none
         behind the first that gets no slot.
 
-        ``offers``: as ``missing`` returns them. ``are_admitted``: see ``Copies.take``.
-        ``request_id``, ``by_key``: see ``JobRecord``.
+        ``offers``: as ``missing`` returns them. ``are_admitted``: see ``Copies.take``. ``owners``:
+        the request of each; empty: they are no request's. ``by_key``: see ``JobRecord``.
         """
         if not offers.keys:
             return Answer()
-        in_order = request_id is not None  # a hit needs what is before it
+        in_order = len(owners) > 0  # a hit needs what is before it
+        owner_of = dict(zip(offers.keys, owners, strict=in_order))
         found = self._copies.take(self._target, offers, now=now, are_admitted=are_admitted, in_order=in_order)
         slots = [slot for slot in found.slots if slot is not None]
         refused = unserved = _NONE
@@ -85,16 +86,18 @@ class Intake:
         if slots and self._has_groups:  # as the slots lie
             order = sorted(range(len(slots)), key=offers.groups.__getitem__)
             offers, slots = offers.at(order), [slots[at] for at in order]
-        record = self._plan(offers, slots, request_id, by_key=by_key) if slots else None
+        record = self._plan(offers, slots, by_key=by_key) if slots else None
+        if record is not None and in_order:
+            record.owners = list(map(owner_of.__getitem__, offers.keys))
         return Answer(record, offers, refused, unserved, found.beyond_share, found.is_writable)
 
-    def _plan(self, offers: Offers, slots: Sequence[Slot], request_id: str | None, *, by_key: bool) -> JobRecord:
+    def _plan(self, offers: Offers, slots: Sequence[Slot], *, by_key: bool) -> JobRecord:
         """Begin copies of blocks, and plan the job that writes them."""
         tier, positions = self._target.tier, repeat(-1) if by_key else offers.positions
         rows = self._copies.begin_new(tier, offers, slots)
         generations = list(map(self._catalog.generations.__getitem__, rows))
         moves = StoreMoves(offers.keys, generations, offers.gpu_blocks, tier, slots, offers.parents)
         details = list(map(MoveDetail, rows, offers.groups, positions, repeat(None), repeat(tier)))
-        record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch, request_id=request_id)
+        record = self._transfers.add(JobKind.STORE, moves, details, epoch=self._state.epoch)
         record.by_key = by_key
         return record

@@ -39,7 +39,8 @@ class MoveDetail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class JobRecord:
-    """A job on its way, or settled. ``request_id``: whose it is, if anybody's.
+    """A job on its way, or settled. ``owners``: of each move the request that it is for; empty:
+    they are for none. A load's is ``Job.request_id``.
 
     ``failed``: the failed moves of all ranks, by position. ``sent_s``: when its plan was taken,
     None: not yet. ``ranks``, ``copied``: how many have answered, and read nothing more from the
@@ -50,7 +51,7 @@ class JobRecord:
 
     job: Job
     details: list[MoveDetail]
-    request_id: str | None
+    owners: Sequence[str] = ()
     failed: dict[int, Reason] = field(default_factory=dict)
     sent_s: float | None = None
     ranks: int = 0
@@ -113,13 +114,12 @@ class Transfers:
         more: bool = False,
     ) -> JobRecord:
         """Queue a job for the next plan. ``moves``, ``details``: of each of its blocks.
-        ``request_id``: whose it is, if anybody's."""
+        ``request_id``: of a load."""
         assert len(moves) == len(details)
-        owner = request_id if kind is _LOAD else None
         kept = moves if isinstance(moves, StoreMoves) else tuple(moves)
-        job = Job(JobId(self._next_id), kind, kept, epoch, owner, home, segment, arrival, more)
+        job = Job(JobId(self._next_id), kind, kept, epoch, request_id, home, segment, arrival, more)
         self._next_id += 1
-        record = self._records[job.id] = JobRecord(job, details, request_id)
+        record = self._records[job.id] = JobRecord(job, details)
         self._counts[kind] += 1
         self._queued.append(job)
         return record

@@ -237,7 +237,7 @@ class TierManager:
     # -- stores --------------------------------------------------------------------------------
 
     def note_scheduled(self, request_id: str, computed_tokens: int) -> bool:
-        """A step runs this request. Return whether ``plan_store`` may have something to do.
+        """A step runs this request. Return whether ``plan_stores`` may have something to do.
 
         Cheap: call it for every request that a step runs. It ends the request's prefetch, and
         counts what the request found when it is the first step after a lookup."""
@@ -245,24 +245,30 @@ class TierManager:
         if request is None:
             return False
         self._promotions.leave(request)
-        self._hits.scheduled(request)
+        if request.asked is not None:
+            self._hits.scheduled(request)
         return self._stores.may_offer(request, computed_tokens)
 
-    @uncollected
     def plan_store(self, request_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
-        """Offer a request's full, computed blocks of confirmed tokens to the tiers, and plan a job
-        for those taken.
+        """Do what ``plan_stores`` does, of one request."""
+        self.plan_stores([(request_id, computed_tokens, block_ids)], now)
 
-        ``computed_tokens``: tokens whose KV is on the GPU when this step's forward pass is over,
-        and whose ids are final. ``block_ids``: the block table by group; a block with id 0 is
-        skipped.
+    @uncollected
+    def plan_stores(self, computed: Iterable[tuple[str, int, Sequence[Sequence[int]]]], now: float) -> None:
+        """Offer the full, computed blocks of confirmed tokens of some requests to the tiers, and
+        plan jobs for those taken. Call it once for all that a step runs: a job is then for many.
+
+        ``computed``: of each request, once, its id; how many of its tokens have their KV on the GPU
+        when this step's forward pass is over, and ids that are final; and its block table by group:
+        a block with id 0 is skipped.
         """
         self._history.note_time(now)
-        self._stores.plan(self._requests[request_id], computed_tokens, block_ids, now)
+        requests = self._requests
+        self._stores.plan([(requests[request_id], tokens, blocks) for request_id, tokens, blocks in computed], now)
 
     def plan_states(self, request_id: str, states: Iterable[HandedState], now: float) -> None:
         """Offer the recurrent states of a request that the engine hands off in this step: there is
-        no other way to find one. Call it after ``plan_store`` of the step."""
+        no other way to find one. Call it after ``plan_stores`` of the step."""
         self._stores.plan_states(self._requests[request_id], states, now)
 
     # -- steps ---------------------------------------------------------------------------------

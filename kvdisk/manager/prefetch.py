@@ -378,9 +378,8 @@ class Promotions:
         wanted.put_back(left)
         if made:
             moves, details = [read.move for read in made], [read.detail for read in made]
-            record = self._transfers.add(
-                JobKind.PROMOTE, moves, details, epoch=self._state.epoch, request_id=request_id
-            )
+            record = self._transfers.add(JobKind.PROMOTE, moves, details, epoch=self._state.epoch)
+            record.owners = [request_id] * len(moves)
             self._remote_jobs += [record.job.id] if is_remote else []
         return bool(made) or not left
 

@@ -147,6 +147,8 @@ class BlockKeys(Sequence[BlockKey]):
 
     def of(self, positions: Sequence[int]) -> list[BlockKey]:
         """Return the keys of the blocks at these positions, which ascend."""
+        if len(positions) == 1:
+            return [make_block_key(self._hashes[(positions[0] + 1) * self._scale - 1], self._group)]
         if positions and positions[-1] - positions[0] == len(positions) - 1:
             return self[positions[0] : positions[-1] + 1]
         scale = self._scale

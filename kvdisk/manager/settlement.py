@@ -80,7 +80,7 @@ class Settlement:
             elif reason is not Reason.CANCELLED:
                 self._stats.add("failed_stores")
         if is_store and record.failed and not record.by_key:
-            self._stores.offer_again(record, self._requests.get(record.request_id or ""), now)
+            self._stores.offer_again(record, self._requests, now)
 
     # -- what was read -----------------------------------------------------------------------------
 

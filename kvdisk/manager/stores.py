@@ -9,9 +9,10 @@ them all. What finds no room is offered again after a back-off. Scheduler thread
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, groups_of, make_block_key
 from kvdisk.context import HandedState
@@ -31,6 +32,10 @@ from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, StorePolicy
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import Reason
 
+_TOGETHER = 32
+"""Blocks of several requests that a job stores at most: a step that overwrites one of them waits
+for all."""
+
 
 @dataclass(slots=True)
 class _Rest:
@@ -47,6 +52,14 @@ class _Rest:
     stop: int
     used_at: int
     put_off: Stretch | None = None
+
+
+class _Due(NamedTuple):
+    """What of a request is offered now; and the ``later`` blocks, by group and position."""
+
+    request: RequestState
+    offers: Offers
+    later: list[tuple[int, int]]
 
 
 class StorePlanner:
@@ -100,24 +113,79 @@ class StorePlanner:
         """See ``TierManager.note_scheduled``."""
         if request.loading or request.stale:
             return False
-        if not self._store_policy.saves_victims:
-            computed_tokens = self._storable_tokens(request, computed_tokens)
         if request.due or request.is_behind:
             return True
+        if not self._has_filled(request, computed_tokens):
+            return False
+        return self._store_policy.saves_victims or self._has_filled(
+            request, self._storable_tokens(request, computed_tokens)
+        )
+
+    def _has_filled(self, request: RequestState, tokens: int) -> bool:
+        """Whether a request may have come to the end of a block since its last offers."""
         size, held_tokens = self._min_block_tokens, request.held_tokens
         for behind in self._behind:  # noqa: SIM110 - any() takes twice as long, of every request in every step
-            if (computed_tokens - behind) // size > (held_tokens - behind) // size:
+            if (tokens - behind) // size > (held_tokens - behind) // size:
                 return True
         return False
 
-    def plan(self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float) -> None:
-        """See ``TierManager.plan_store``.
+    def plan(self, computed: Iterable[tuple[RequestState, int, Sequence[Sequence[int]]]], now: float) -> None:
+        """See ``TierManager.plan_stores``.
+
+        The few blocks that each of many requests fills in a step are offered together: most of what
+        an offer costs it costs once.
+        """
+        together: list[_Due] = []
+        keys: set[BlockKey] = set()
+        for request, computed_tokens, block_ids in computed:
+            if request.loading or request.stale:
+                continue
+            due = self._come_to(request, computed_tokens, block_ids, now)
+            if due is None:
+                continue
+            if not self._may_join(due, together, keys):
+                self._offer(together, now)
+                together, keys = [], set()
+            together.append(due)
+            keys.update(due.offers.keys)
+        self._offer(together, now)
+
+    def _may_join(self, due: _Due, others: Sequence[_Due], keys: Collection[BlockKey]) -> bool:
+        """Whether a request's blocks may be offered with those of ``others``, which have ``keys``:
+        few, and none that another offers, too. Where tenants have shares one of them that has its
+        own would stand before the next."""
+        return (
+            len(keys) + len(due.offers.keys) <= _TOGETHER
+            and (self._target.share is None or all(due.request.tenant == other.request.tenant for other in others))
+            and all(key not in keys for key in due.offers.keys)
+        )
+
+    def _offer(self, together: Sequence[_Due], now: float) -> None:
+        """Offer blocks of several requests as one.
 
         Where blocks find no room nothing behind them is offered before they are: without them it
         serves nobody.
         """
-        if request.loading or request.stale:
+        if not together:
             return
+        owners = [due.request.request_id for due in together for _ in due.offers.keys]
+        answer = self.store(Offers.joined([due.offers for due in together]), now, owners)
+        taken, unserved = {*answer.taken.keys}, {*answer.unserved.keys}
+        for request, offers, later in together:
+            if not taken.isdisjoint(offers.keys):
+                request.back_off.accept()
+            if not unserved.isdisjoint(offers.keys):
+                each = zip(offers.keys, offers.groups, offers.positions, strict=True)
+                later[:0] = [(group, at) for key, group, at in each if key in unserved]
+                if not self._target.is_searching:
+                    request.back_off.refuse(self._state.released, now)
+            request.due = later
+
+    def _come_to(
+        self, request: RequestState, computed_tokens: int, block_ids: Sequence[Sequence[int]], now: float
+    ) -> _Due | None:
+        """Count and use the blocks that a request has come to; return what of it is offered now, if
+        anything is."""
         request.update_keys()
         most = max(self._work.left(Kind.REACHED), self._computed_blocks(computed_tokens - request.held_tokens))
         request.held_tokens, request.held_blocks = computed_tokens, block_ids
@@ -127,34 +195,38 @@ class StorePlanner:
         new: list[tuple[int, int]] = []
         for group, start, stop in self._next_blocks(request, storable_tokens, most):
             self._work.spend(Kind.REACHED, stop - start)
-            keys = request.keys[group.group]
             self._demand.reach(request, group.group, stop)
             if group.state_tokens is None:
-                first, last = (min(max(start, tokens // group.block_tokens), stop) for tokens in request.loaded)
-                for begin, end, are_new in ((start, first, True), (first, last, False), (last, stop, True)):
-                    if begin < end:
-                        self._use(keys[begin:end], are_new=are_new)
-                positions = self._reach(request, group.group, start, stop)
-                if first < last and not holds:  # what a load has brought is mostly still in a tier
-                    there = self._catalog.presences(keys[first:last])
-                    positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
-                new += [(group.group, at) for at in positions]
+                new += [(group.group, at) for at in self._offered_of(request, group, start, stop, holds=holds)]
         request.due += self._offers.in_order(new)
         states, request.states = request.states, []
         if states:
             self._use(states)
         if not request.due or holds:
-            return
-        due, rest = request.due[:most], request.due[most:]
+            return None
+        due, later = request.due[:most], request.due[most:]
         if had_due:  # of what was offered before the request may hold less by now, or have reached it again
             due = [(group, at) for group, at in due if at < request.reached[group]]
-        answer = self.store(self._offers.of_request(request, due, block_ids), request, now)
-        unserved = answer.unserved
-        request.due = [*zip(unserved.groups, unserved.positions, strict=True), *rest]
-        if answer.record is not None:
-            request.back_off.accept()
-        if unserved.keys and not self._target.is_searching:
-            request.back_off.refuse(self._state.released, now)
+        return _Due(request, self._offers.of_request(request, due, block_ids), later)
+
+    def _offered_of(
+        self, request: RequestState, group: GroupGeometry, start: int, stop: int, *, holds: bool
+    ) -> Sequence[int]:
+        """Use blocks that a request has come to, which are counted; return the positions of those
+        that the store policy offers. ``holds``: whether they are offered later."""
+        keys = request.keys[group.group]
+        if not request.loaded[1]:
+            self._use(keys[start:stop])
+            return self._reach(request, group.group, start, stop)
+        first, last = (min(max(start, tokens // group.block_tokens), stop) for tokens in request.loaded)
+        for begin, end, are_new in ((start, first, True), (first, last, False), (last, stop, True)):
+            if begin < end:
+                self._use(keys[begin:end], are_new=are_new)
+        positions = self._reach(request, group.group, start, stop)
+        if first < last and not holds:  # what a load has brought is mostly still in a tier
+            there = self._catalog.presences(keys[first:last])
+            positions = [at for at in positions if not first <= at < last or there[at - first] != READY]
+        return positions
 
     def _computed_blocks(self, tokens: int) -> int:
         """Return how many blocks a request has come to by computing ``tokens``: so many a step
@@ -251,7 +323,7 @@ class StorePlanner:
                 self._demand.leave_state(request, keys[at])
                 if self._reach(request, group, at, at + 1):
                     left.append(FreeOffer(gpu_block, keys[at], request.parent(group, at)))
-        self.leave(self.store(self._free_offers(left, request.tenant), None, now).unserved)
+        self.leave(self.store(self._free_offers(left, request.tenant), now).unserved)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         tokens = self.allowed_tokens(request, computed_tokens)
@@ -347,14 +419,14 @@ class StorePlanner:
     def store_or_leave(self, offers: Offers) -> None:
         """Offer blocks that no request offers any more. Those without room are left, and offered
         again once some may have come free."""
-        self.leave(self.store(offers, None, self._work.now).unserved)
+        self.leave(self.store(offers, self._work.now).unserved)
         self._left_at = self._state.released
 
     def leave(self, offers: Offers) -> None:
         """Have blocks offered again while the engine has them cached, whoever needs them: of more
         than a step looks at the newest."""
         most = SHARES[Kind.LEFT].blocks
-        left = self._left.and_then(offers.at(range(min(most, len(offers.keys)))))
+        left = Offers.joined([self._left, offers.at(range(min(most, len(offers.keys))))])
         self._left = left.at(range(max(0, len(left.keys) - most), len(left.keys)))
         if self._left.keys and not self._work.has(Kind.LEFT, self):
             self._work.add(Kind.LEFT, self, self._offer_left())
@@ -365,7 +437,7 @@ class StorePlanner:
             self._left_at, looked = self._state.released, len(left.keys)
             # One request may have left what another has left, too.
             cached = {left.keys[at]: at for at in self._offers.cached(left)}
-            unserved = self.store(left.at(list(cached.values())), None, self._work.now).unserved
+            unserved = self.store(left.at(list(cached.values())), self._work.now).unserved
             # What has an old copy there that is being dropped does not wait for room: a drive that
             # hangs may hold it for long, and no search would go on meanwhile.
             rows, states = self._catalog.find_all(unserved.keys), self._catalog.columns(self._target.tier).states
@@ -392,17 +464,16 @@ class StorePlanner:
         request.forget_gpu_blocks()
         self._store_policy.request_finished(request.request_id)
 
-    def offer_again(self, record: JobRecord, request: RequestState | None, now: float) -> None:
-        """Have the blocks of a store's failed moves offered again; ``request``: whose they are, if
-        it still lives.
+    def offer_again(self, record: JobRecord, requests: Mapping[str, RequestState], now: float) -> None:
+        """Have the blocks of a store's failed moves offered again, of ``requests`` that still live.
 
         Their slots are free again: only the back-off stands before the next offer. Where the engine
         took a block there is none: it says nothing of the tier, and most of what was given up with
         it is still there. No state of before a reset is offered, though vLLM may still know its
         block by its key.
         """
-        released, taken = self._state.released - 1, set(record.failed.values()) == {Reason.OVERWRITTEN}
-        if record.request_id is None:
+        released, back_offs = self._state.released - 1, list[BackOff]()
+        if not record.owners:
             failed, groups = sorted(record.failed), self._geometry.groups
             states = [
                 record.job.moves[at] for at in failed if groups[record.details[at].group].state_tokens is not None
@@ -410,19 +481,19 @@ class StorePlanner:
             if record.job.id > self._wrong_up_to:
                 self.leave(self._free_offers([FreeOffer(move.gpu_blocks[0], move.key, move.parent) for move in states]))
             self._offer_free_again([record.job.moves[at].key for at in failed])
-            back_off = self._free_back_off
-        elif request is not None:
-            details = [record.details[at] for at in record.failed]
-            # First: what follows them in the prompt would be left out as behind a gap.
-            again = self._offers.in_order(
-                [(detail.group, detail.position) for detail in details if detail.position >= 0]
-            )
-            request.due = again + request.due
-            back_off = request.back_off
-        else:
-            return
-        if not taken:
-            back_off.refuse(released, now)
+            back_offs.append(self._free_back_off)
+        for owner in {record.owners[at] for at in record.failed} if record.owners else ():
+            if (request := requests.get(owner)) is not None:
+                details = [record.details[at] for at in record.failed if record.owners[at] == owner]
+                # First: what follows them in the prompt would be left out as behind a gap.
+                again = self._offers.in_order(
+                    [(detail.group, detail.position) for detail in details if detail.position >= 0]
+                )
+                request.due = again + request.due
+                back_offs.append(request.back_off)
+        if set(record.failed.values()) != {Reason.OVERWRITTEN}:
+            for back_off in back_offs:
+                back_off.refuse(released, now)
 
     # -- free blocks ---------------------------------------------------------------------------
 
@@ -441,7 +512,7 @@ class StorePlanner:
         found = self._store_policy.free_offers(self._free_units or self._context)
         if not found:
             return
-        answer = self.store(self._free_offers(found), None, now)
+        answer = self.store(self._free_offers(found), now)
         if answer.record is not None:
             self._free_back_off.accept()
         if answer.unserved.keys:
@@ -522,11 +593,11 @@ class StorePlanner:
         self._stats.add(f"refused_blocks.{why}", len(keys) - len(kept))
         return missing.at(kept)
 
-    def store(self, offers: Offers, request: RequestState | None, now: float, *, watched: bool = True) -> Answer:
+    def store(self, offers: Offers, now: float, owners: Sequence[str] = (), *, watched: bool = True) -> Answer:
         """Plan a job for the offers that are missing and admitted, from the first on, as far as
-        there is room.
+        there is room. ``owners``: the request of each; empty: they are no request's.
 
-        A hit needs the blocks of all groups, and what follows a gap serves nobody: of a request's,
+        A hit needs the blocks of all groups, and what follows a gap serves nobody: of requests',
         all are refused from the first on that has no slot. One whose old copy is just being dropped
         is refused alone: a drive that hangs may hold it for long. ``watched``: have the engine name
         those of its blocks that it reuses.
@@ -534,7 +605,10 @@ class StorePlanner:
         missing = self._intake.missing(offers)
         if self._store_policy.offers_all:
             missing = self._without_gaps(missing)
-        answer = self._intake.store(missing, now, request_id=request.request_id if request is not None else None)
+        if owners and len(missing.keys) < len(owners):
+            owner_of = dict(zip(offers.keys, owners, strict=True))
+            owners = [owner_of[key] for key in missing.keys]
+        answer = self._intake.store(missing, now, owners=owners)
         if answer.unserved.keys:
             why = "budget" if self._target.status.is_spent else "room"
             self._stats.add(f"refused_blocks.{why}", len(answer.unserved.keys) - answer.beyond_share)

@@ -66,7 +66,8 @@ class Victims:
         # Never offered again: they are overwritten before room comes free.
         offers = offers._replace(positions=[-1] * len(offers.keys))
         # The copies come before all else of the step: nobody has to watch the blocks.
-        record = self._stores.store(offers, request, now, watched=False).record
+        owners = [request.request_id] * len(offers.keys)
+        record = self._stores.store(offers, now, owners, watched=False).record
         for group, positions in zip(self._geometry.groups, later, strict=True):
             if positions:
                 self._await_before(request.request_id, group, request.keys[group.group], positions, len(positions))

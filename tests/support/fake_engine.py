@@ -240,10 +240,13 @@ class FakeEngine:
         self._preempted = []
         overwritten = self._new_blocks if self.zeroes else ()
         self.manager.preempt(preempted, self.now, overwritten)
-        for request, new_tokens in self._scheduled.items():
-            computed_tokens = min(request.computed + new_tokens, len(request.tokens))
-            if self.manager.note_scheduled(request.id, computed_tokens):
-                self.manager.plan_store(request.id, computed_tokens, request.copied_table(), self.now)
+        computed = {
+            request: min(request.computed + new_tokens, len(request.tokens))
+            for request, new_tokens in self._scheduled.items()
+        }
+        wanted = [(each, tokens) for each, tokens in computed.items() if self.manager.note_scheduled(each.id, tokens)]
+        self.manager.plan_stores([(each.id, tokens, each.copied_table()) for each, tokens in wanted], self.now)
+        for request, computed_tokens in computed.items():
             self.watch.offered(request, computed_tokens)
         for request, new_tokens in self._scheduled.items():
             if states := self._tables.states_of(request, request.computed + new_tokens) if new_tokens else ():

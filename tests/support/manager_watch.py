@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
@@ -21,7 +22,6 @@ from kvdisk.manager.catalog import NONE, CopyState, TierChoice
 from kvdisk.manager.load_jobs import Load
 from kvdisk.manager.pool import USED, SlotPool
 from kvdisk.manager.prefix_match import Lookups, first_needed
-from kvdisk.manager.requests import RequestState
 from kvdisk.manager.standings import DEMOTED, PINNED
 from kvdisk.manager.step_work import Kind
 from kvdisk.messages import Job, JobKind, Move, Plan, Reason, Report
@@ -67,7 +67,7 @@ class ManagerWatch(Watch):
     weights: dict[int, int] = field(default_factory=lambda: {0: 0})
     preempted = 0
     _load_limits: dict[str, int] = field(default_factory=dict)
-    _jobs: dict[JobId, tuple[Job, str | None]] = field(default_factory=dict)
+    _jobs: dict[JobId, tuple[Job, Sequence[str]]] = field(default_factory=dict)
     _ranks_left: dict[JobId, int] = field(default_factory=dict)
     _failures: dict[JobId, dict[int, Reason]] = field(default_factory=dict)
     _stored: set[tuple[str, BlockKey]] = field(default_factory=set)
@@ -214,34 +214,34 @@ class ManagerWatch(Watch):
         self._look_at(rest, stop)
         self._at_rest = False
 
-    def _watched_store(self, offers: Any, request: RequestState | None, now: float, **how: Any) -> Any:
+    def _watched_store(self, offers: Any, now: float, owners: Sequence[str] = (), **how: Any) -> Any:
         """Offers are answered: what was refused is offered again only where something has changed.
 
         And not before a back-off; but what an ended request has left is, as it may be gone then,
         and what a search that ended early found no room for.
         ``how``: of a victim's blocks, which are gone when there is room.
         """
-        owner, epoch = "" if request is None else request.request_id, self.parts.manager._state.epoch
+        owner_of, epoch = dict(zip(offers.keys, owners or repeat(""), strict=False)), self.parts.manager._state.epoch
         left: set[BlockKey] = set()
-        if request is None:
+        if not owners and not how:
             self.note_progress()
             left = {*self.parts.manager._stores._left.keys}
         for key in offers.keys if not how and not self._at_rest else ():
             if self._is_state(key):
                 continue  # the step that leaves it tries twice
-            changes, refused_s = self._refused.pop((owner, key, epoch), (-1, -math.inf))
+            changes, refused_s = self._refused.pop((owner_of[key], key, epoch), (-1, -math.inf))
             waited = key in left or now - refused_s >= SHORTEST_BACK_OFF_S
             assert waited, "an offer is repeated without a back-off"
             assert self._changes > changes, "an offer is repeated though no room can have come free"
         # One of these may leave for one behind it, where what lies between has left the tier.
         held = {key for key in offers.keys if self._is_held(key)}
-        self._not_admitted |= {(owner, key) for key in self._behind_gaps(offers)}
-        answer = self._store(offers, request, now, **how)
+        self._not_admitted |= {(owner_of[key], key) for key in self._behind_gaps(offers)}
+        answer = self._store(offers, now, owners, **how)
         is_final = not how and not self.parts.manager._tiers.first.is_searching
         for key in answer.unserved.keys if is_final else ():
-            self._refused[owner, key, epoch] = self._changes, now
+            self._refused[owner_of[key], key, epoch] = self._changes, now
         held |= {key for key in offers.keys if self._is_held(key)}
-        self._stored |= {(owner, key) for key in held.difference(answer.unserved.keys)}
+        self._stored |= {(owner_of[key], key) for key in held.difference(answer.unserved.keys)}
         return answer
 
     def _behind_gaps(self, offers: Any) -> set[BlockKey]:
@@ -309,15 +309,18 @@ class ManagerWatch(Watch):
 
     def _note_job(self, job: Job) -> None:
         assert job.id not in self._jobs
-        owner = self.parts.transfers._records[job.id].request_id
-        self._jobs[job.id] = (job, owner)
+        owners = self.parts.transfers._records[job.id].owners
+        owner = owners[0] if owners else job.request_id
+        self._jobs[job.id] = (job, owners or [owner or ""] * len(job.moves))
         self._ranks_left[job.id] = len(self.ranks)
         self.reads.note_job(job, owner)
         config = self.sizes.config
         request = self.engine.requests.get(owner or "")
-        if request is not None and job.kind is JobKind.STORE and config.store_policy == "on_compute":
-            of_prompt = all(len(move.key) - 2 <= request.prompt_tokens for move in job.moves)
-            assert config.store_decode or of_prompt, "a generated block is stored, and nobody asked"
+        for each, move in zip(owners, job.moves, strict=bool(owners)) if job.kind is JobKind.STORE else ():
+            request = self.engine.requests.get(each)
+            if request is not None and config.store_policy == "on_compute":
+                of_prompt = len(move.key) - 2 <= request.prompt_tokens
+                assert config.store_decode or of_prompt, "a generated block is stored, and nobody asked"
         writes = _writes(job)
         paused = self.engine.now < self._write_failed_s + FIRST_BACK_OFF_S and job.id >= self._first_paused
         assert not (writes and paused), "a write during a back-off"
@@ -407,11 +410,12 @@ class ManagerWatch(Watch):
                     assert is_free or is_again, "a block is stored that was not free"
 
     def _check_saved(self, job: Job, plan: Plan, preempted: Sequence[str]) -> None:
-        owner = self.parts.transfers._records[job.id].request_id
-        if owner is None:  # what of a long prompt a later step saves
+        owners = {*self.parts.transfers._records[job.id].owners}
+        if not owners:  # what of a long prompt a later step saves
             self._check_still_cached(job, plan)
             return
-        assert owner is not None and owner in preempted and job.id in plan.urgent, "stored, and nobody was preempted"
+        (owner,) = owners
+        assert owner in preempted and job.id in plan.urgent, "stored, and nobody was preempted"
         request = self.engine.requests[owner]
         computed, table = self.engine.victims[owner]
         for move in job.moves:
@@ -454,7 +458,7 @@ class ManagerWatch(Watch):
             self._late_ranks[job_id] -= ranks
             self._changes += 1
         for job_id, result in report.results.items():
-            job, owner = self._jobs[job_id]
+            job, owners = self._jobs[job_id]
             self._late_ranks[job_id] += result.late_ranks
             self._late.setdefault(job_id, (job, set()))[1].update(result.late)
             self._ranks_left[job_id] -= result.ranks
@@ -471,7 +475,8 @@ class ManagerWatch(Watch):
                     self._written_over.add(key)
                     self._bad_objects.pop(key, None)
                 for position, reason in failures.items():
-                    self._note_failure(job, owner, position, reason, position in late)
+                    owner = owners[position] if position >= 0 else ""
+                    self._note_failure(job, owner, position, reason, late=position in late)
                 self._note_opened(job, failures.get(-1))
         self.must_stay -= report.removed
         for job_id in [job_id for job_id in self._late if job_id not in self._jobs and not self._late_ranks[job_id]]:
@@ -487,7 +492,7 @@ class ManagerWatch(Watch):
         if failure not in {None, Reason.ABSENT, Reason.HEADER} and spec.segment not in nvme._drops:
             self.must_stay.add(spec.segment)
 
-    def _note_failure(self, job: Job, owner: str | None, position: int, reason: Reason, late: bool) -> None:
+    def _note_failure(self, job: Job, owner: str, position: int, reason: Reason, *, late: bool) -> None:
         nvme = self.parts.nvme
         bad_write = _writes(job) and (late or reason in _BAD_WRITE)
         if nvme is not None and nvme.update_writable(self.engine.now) and bad_write:
@@ -506,7 +511,7 @@ class ManagerWatch(Watch):
             self._bad_copies.add(_source(move))
             if reason is Reason.IO_ERROR:
                 self._io_errors.append(move)
-        if owner is not None and job.kind in {JobKind.STORE, JobKind.LOAD}:
+        if owner and job.kind in {JobKind.STORE, JobKind.LOAD}:
             self._stored.discard((owner, move.key))
             if job.kind is JobKind.STORE:
                 for keys in self._saved.values():

@@ -127,7 +127,7 @@ class ReadWatch:
         if owner in self._gave_up or not is_first_of_load:
             return
         for other in self._loads():
-            request = self.engine.requests.get(other.request_id or "")
+            request = self.engine.requests.get(other.job.request_id or "")
             is_live = request is not None and request.status is Status.LOADING and other.job.epoch == job.epoch
             # Where the cache was emptied meanwhile, the other may bring blocks without those before
             # them: of no use.

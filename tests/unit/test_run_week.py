@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_week import Week, WeekSettings, run_week
 from week_engine import Engine
-from week_sizes import Series, sizes_of
+from week_sizes import BOUNDED, Series, sizes_of
 
 from kvdisk.manager import bounds, chances
 from kvdisk.manager.catalog import Catalog
@@ -80,6 +80,17 @@ def test_spare_room_of_a_table_may_grow_but_not_the_table() -> None:
     assert [name for name, series in of_table.items() if series.has_grown] == ["generations"]
     catalog = Catalog()
     assert {f"catalog.Catalog.{name}" for name in of_table} <= sizes_of(catalog).keys()
+
+
+def test_a_list_may_take_long_to_be_full_and_may_not_grow_beyond_that():
+    name, full = "chances.Chances._old[]", BOUNDED["chances.Chances._old[]"]
+    assert not Series(name, full / 8, full, full).has_grown
+    assert Series(name, full, 2 * full, 2 * full).has_grown
+    learnt = chances.Chances()
+    for now in range(1, 400):
+        learnt.learn(now * 1000, now, 50_000, 100.0, 1.0)
+    assert {each: size for each, size in sizes_of(learnt).items() if each in BOUNDED and size > BOUNDED[each]} == {}
+    assert all(sizes_of(learnt)[each] > BOUNDED[each] // 3 for each in BOUNDED)
 
 
 @pytest.mark.torture

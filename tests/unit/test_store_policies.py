@@ -48,8 +48,8 @@ def test_a_full_tier_is_asked_ever_less_often_until_something_is_taken(is_taken,
 
     def answered(offers: Offers, *_: object) -> Answer:
         asked.append(1)
-        record = JobRecord(Job(JobId(1), JobKind.STORE), [], None) if is_taken else None
-        return Answer(record, unserved=offers.at(range(1, len(offers.keys))))
+        record = JobRecord(Job(JobId(1), JobKind.STORE), []) if is_taken else None
+        return Answer(record, offers.at([0] if is_taken else []), unserved=offers.at(range(1, len(offers.keys))))
 
     monkeypatch.setattr(planner, "store", answered)
     bench.engine.add("one", "aabbcc", 600)
