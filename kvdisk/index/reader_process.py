@@ -59,13 +59,13 @@ class ReaderProcess(IndexProcess):
         names = [encode_block_key(epoch, key) for key in keys]
         try:
             blocks, segments = self.ask(timeout_s, "find", str(index_path), names)
-            of = {each.segment: each for each in decode_segments(segments)}
+            by_number = {each.segment: each for each in decode_segments(segments)}
             return {
                 block.key: ForeignCopy(
-                    home_id, of[block.slot.segment], block.slot.index, block.generation, block.stored_s
+                    home_id, by_number[block.slot.segment], block.slot.index, block.generation, block.stored_s
                 )
                 for block in decode_blocks(blocks).records()
-                if block.slot.segment in of
+                if block.slot.segment in by_number
             }
         except (CorruptRecord, DeviceError) as error:
             raise _without_path(error, index_path) from error

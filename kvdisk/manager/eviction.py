@@ -211,9 +211,7 @@ class EvictionPolicy:
         ascending = np.flatnonzero(are_here)
         places[ascending] = np.arange(len(ascending))
         keys = np.asarray(self._keys, np.object_)[ascending].tolist()
-        found = self._history.restore(keys, places[rows], uses)
-        if type(self).classes_of is not LearnedPolicy.classes_of:  # else the history has just said it, of all at once
-            found = np.array(self.classes_of(rows.tolist()), np.uint8)
+        found = self._classes_restored(rows, self._history.restore(keys, places[rows], uses))
         last, numbers = np.zeros(count, np.uint64), np.full(count, _NOT_HERE, np.uint8)
         last[rows] = np.maximum(np.arange(1 - len(rows), 1) + self.now, 0)
         numbers[rows] = found
@@ -222,6 +220,11 @@ class EvictionPolicy:
         self._lists.fill(rows[is_tail], found[is_tail])
         if self._own is not None:
             self._own.append(rows[is_tail].tolist(), found[is_tail].tolist())
+
+    def _classes_restored(self, rows: NDArray[np.int32], known: NDArray[np.uint8]) -> NDArray[np.uint8]:  # noqa: ARG002
+        """Return ``classes_of`` rows of before a restart. ``known``: the class that the history has
+        just put each in."""
+        return np.array(self.classes_of(rows.tolist()), np.uint8)
 
     def _held(self, rows: Iterable[int]) -> list[int]:
         numbers, end = self._list_of, len(self._list_of)
@@ -343,6 +346,11 @@ class LearnedPolicy(EvictionPolicy):
     def classes_of(self, rows: Sequence[int]) -> list[int]:
         """Return the class that the history has each row's block in."""
         return self._history.classes_of([self._keys[row] for row in rows])
+
+    def _classes_restored(self, rows: NDArray[np.int32], known: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        # A user's class may derive from this one, and divide copies in its own way.
+        is_own = type(self).classes_of is not LearnedPolicy.classes_of
+        return super()._classes_restored(rows, known) if is_own else known
 
     def value_of(self, row: int) -> float:
         """Return what the history says that a copy brings."""
