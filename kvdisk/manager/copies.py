@@ -192,12 +192,18 @@ class Copies:
         """Begin a copy in memory of what each of some reads brings."""
         catalog, arrival = self._catalog, self._arrival
         assert arrival is not None
+        others = [read for read in reads if read.row < 0]
+        if others:
+            rows = catalog.add(
+                [read.key for read in others],
+                [read.generation for read in others],
+                self._state.epoch,
+                [read.parent for read in others],
+                [read.tenant for read in others],
+            )
+            for read, row in zip(others, rows, strict=True):
+                read.row, catalog.stored_s[row] = row, self._hints.neighbours.stored_s(read.key)
         for read, slot in zip(reads, slots, strict=True):
-            if read.row < 0:  # another's
-                (read.row,) = catalog.add(
-                    (read.key,), (read.generation,), self._state.epoch, (read.parent,), (read.tenant,)
-                )
-                catalog.stored_s[read.row] = self._hints.neighbours.stored_s(read.key)
             read.target, read.slots[arrival.tier] = arrival.tier, slot
         catalog.begin([read.row for read in reads], arrival.tier, slots)
         self._state.arriving.update([read.key for read in reads])

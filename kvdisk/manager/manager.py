@@ -194,6 +194,7 @@ class TierManager:
 
     # -- loads ---------------------------------------------------------------------------------
 
+    @uncollected
     def lookup(self, request_id: str, local_tokens: int, total_tokens: int, now: float) -> int | None:
         """Return how many tokens beyond ``local_tokens`` can be loaded, or None: ask again, a block
         is on its way.

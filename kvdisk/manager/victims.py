@@ -101,13 +101,15 @@ class Victims:
         """Return up to which of a victim's blocks of a group, from the ``first`` on, the engine has
         given none away, nor does in its next step. vLLM: it frees the tail first, and gives away
         what it has freed first."""
-        keys, blocks = request.keys[group.group], request.held_blocks[group.group]
-        stop, size = len(positions), max(1, self._context.step_blocks // group.gpu_blocks)
+        keys, blocks, each = request.keys[group.group], request.held_blocks[group.group], group.gpu_blocks
+        stop, size = len(positions), max(1, self._context.step_blocks // each)
         while stop > first:
             some = positions[max(first, stop - size) : stop]
-            offers = self._offers.named(group, keys, blocks, some, 0)
             stop = max(first, stop - size)
-            if len(self._offers.cached(offers)) == len(offers.keys):
+            # Of a unit the last block was freed first. It has the unit's key.
+            lasts = [blocks[(at + 1) * each - 1] for at in some]
+            named = zip(lasts, keys.of(some), strict=True)
+            if all(self._context.get_block(block).key == key for block, key in named if block):
                 break
         return stop
 
