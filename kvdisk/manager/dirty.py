@@ -43,6 +43,7 @@ class Dirty:
         self, parts: Parts, upper: Tier, lower: Tier, pool: SlotPool, by_class: ByClass, hints: PeerHints
     ) -> None:
         self._catalog = parts.catalog
+        self._state = parts.state
         self._upper, self._lower = upper, lower
         self._pool = pool
         self._by_class = by_class
@@ -183,7 +184,9 @@ class Dirty:
         self._rows.remove(rows)
 
     def refuse(self, rows: Collection[int]) -> None:
-        """These copies get no room below: they are clean until they are used again."""
+        """These copies get no room below: they are clean until they are used again, and may leave
+        for what waits for room."""
+        self._state.released += 1
         self._rows.remove(rows)
         self._behind.update(rows)
 

@@ -164,3 +164,19 @@ def test_what_something_queued_follows_stays_below_and_the_queued_copies_are_ref
     bench.parts.cpu.touch(rows[:3:-1])
     bench.parts.cpu.offer(rows[4:])
     assert waiting.total == 2
+
+
+def test_what_the_drive_has_no_room_for_may_leave_for_what_waits():
+    """A copy is dirty when a block finds no room, and clean a step later: the drive has no room for
+    it. It can leave then."""
+    bench = TierBench((3,), (2,), nvme_admission="all", min_load_tokens=0)
+    bench.idle()
+    for _ in range(2):
+        bench.serve("aabbcc")
+        bench.idle(seconds=3.0)
+    assert bench.held("aabbcc") == [True, True, False] and all(bench.held("aabbcc", Tier.CPU))
+    for prompt in ("aabbcc", "aabbdd"):
+        bench.add(prompt, finishing=False)
+    for _ in range(6):
+        bench.step(1, seconds=3.0)
+    assert bench.held("aabbdd", Tier.CPU) == [True, True, True]
