@@ -5,14 +5,18 @@ up."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from unittest import mock
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 from tier_bench import TierBench
 
 from kvdisk.blocks import Tier
 from kvdisk.config import Config
 from kvdisk.geometry import Geometry, GroupGeometry
+from kvdisk.manager import hits
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
 from kvdisk.manager.load_threshold import LoadThreshold
@@ -79,6 +83,19 @@ def test_each_token_and_block_of_a_hit_is_counted_for_one_tier(geometry, tiers, 
         stats["lookup_tokens"],
         *((stats[f"{name}.cpu"], stats[f"{name}.nvme"]) for name in COUNTED),
     ) == expected
+
+
+@given(data=st.data(), geometry=st.sampled_from([ONE, TWO, STATE]))
+def test_few_blocks_divide_as_many_do(data, geometry):
+    counts, step = counts_of(geometry, (CPU, NVME)), geometry.hash_tokens
+    start, tokens = (data.draw(st.integers(0, 12)) * step for _ in range(2))
+    places = st.tuples(st.integers(0, len(geometry.groups) - 1), st.integers(0, 12), st.sampled_from([0, CPU, NVME]))
+    blocks = blocks_of(sorted(data.draw(st.lists(places, min_size=1, max_size=12))))
+    found = []
+    for few in (0, 12):
+        with mock.patch.object(hits, "_FEW", few):
+            found.append(counts._tokens_by_tier(start, tokens, blocks))
+    assert found[0] == found[1] and sum(found[0].values()) <= tokens
 
 
 def test_a_wait_is_measured_once_from_its_first_answer_to_the_last():
