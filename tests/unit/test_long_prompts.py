@@ -483,6 +483,23 @@ def test_what_the_engine_has_taken_of_a_long_victim_is_saved_at_once_however_muc
     assert hit_of(bench, prompt_of(0)) == LENGTH
 
 
+@pytest.mark.parametrize("taken", [0, 1, 9])
+def test_of_a_long_victim_in_units_no_more_is_saved_at_once_than_may_be_taken(taken, monkeypatch, stored):
+    """A unit is taken when the engine has given away its last block, which it freed first."""
+    geometry = Geometry((GroupGeometry(0, 4, 4096, gpu_blocks=2),), 1, 2)
+    bench = TierBench((LENGTH,), geometry=geometry, gpu_blocks=2000, min_load_tokens=0, store_policy="on_preemption")
+    victim_of(bench, prompt_of(0))
+    lower_shares(monkeypatch, 4, Kind.SAVES)
+    bench.manager._stores._context.step_blocks = 6
+    (request,) = bench.manager._requests.values()
+    blocks = list(request.held_blocks[0])
+    for block in blocks[len(blocks) - taken :]:
+        bench.engine.pool.get_block(block).key = None  # as when it is another's by now
+    stored.clear()
+    bench.step(8)
+    assert stored[0] == 4 + 3 * (1 + -(-taken // 6)), "the head, and of the tail by three units"
+
+
 @pytest.mark.parametrize("lost", ["a reset", "the GPU"])
 def test_of_a_long_victim_nothing_is_saved_once_its_blocks_may_be_wrong(lost, monkeypatch, stored):
     bench = TierBench((LENGTH,), gpu_blocks=2000, min_load_tokens=0, store_policy="on_preemption")
