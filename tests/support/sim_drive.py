@@ -34,11 +34,11 @@ Note = Callable[[str], None]
 class Weather:
     """How likely what goes wrong; may change at any time.
 
-    ``eio``, ``tear``: of a transfer; ``flip``: of a read, after it. Of a read ``eio`` and ``flip``
-    are four times as likely as said. ``lose``: of a write, whose bytes never arrive; ``hang``: of a
-    batch; ``files``, ``home``: that a segment, or the home, cannot be opened on a rank;
-    ``slow_copies``: that a copy has not ended when it is started. ``full``: ranks whose drive takes
-    no writes.
+    ``eio``, ``tear``: of a transfer; ``flip``: of a read, after it. ``flip`` is four times as
+    likely as said, and so is ``eio`` of a read, up to 0.6: the others are to happen, too. ``lose``:
+    of a write, whose bytes never arrive; ``hang``: of a batch; ``files``, ``home``: that a segment,
+    or the home, cannot be opened on a rank; ``slow_copies``: that a copy has not ended when it is
+    started. ``full``: ranks whose drive takes no writes.
     """
 
     eio: float = 0.0
@@ -256,7 +256,7 @@ class SimDevice(FaultyDevice):
             return "full"
         likelihoods = [weather.eio, weather.tear, weather.lose]
         if op is Op.READ:  # these are few
-            likelihoods = [4 * weather.eio, weather.tear, 4 * weather.flip]
+            likelihoods = [min(0.6, 4 * weather.eio), weather.tear, 4 * weather.flip]
         draw = self._rng.random()
         if draw < likelihoods[0]:
             plan.fail[number] = errno.EIO
