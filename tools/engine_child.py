@@ -13,6 +13,7 @@ worker in processes of their own), ``tp2`` (``own`` with two workers, tensor par
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -54,6 +55,12 @@ that add up in another order may choose the other one. In float32 on a CPU none 
 STEADY: dict[str, Any] = {"min_load_tokens": 0, "lookup_wait_s": 600.0, "io_deadline_s": 600.0}
 """kvdisk's settings, likewise: every hit is loaded, and nothing is given up, however slow or busy
 the machine."""
+_YIELD_S = "ENGINE_CHILD_YIELD_S"
+
+if seconds := os.environ.get(_YIELD_S):
+    # vLLM's processes with several workers wait in loops of ``sched_yield``. Linux 6.18 puts who
+    # yields so far back that on few cores a prompt took a minute, and 20 ms with short sleeps.
+    os.sched_yield = functools.partial(time.sleep, float(seconds))
 
 
 class EngineError(Exception):
@@ -121,6 +128,7 @@ def environment(layout: str, kv_gib: int) -> dict[str, str]:
         # One core for each rank; where there are fewer, they share them.
         cores = sorted(os.sched_getaffinity(0))
         kept["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[at % len(cores)]) for at in range(workers))
+        kept[_YIELD_S] = "0.0002"
     else:
         # More threads than one fight over two cores: twenty times slower, measured.
         kept["OMP_NUM_THREADS"] = "1"
