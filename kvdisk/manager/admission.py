@@ -82,8 +82,9 @@ class AdmitLearned(AdmissionPolicy):
 
     @property
     def admits_all(self) -> bool:
-        """Return whether there is room."""
-        return not self._is_full
+        """Return whether there is room, or it is an evening: then the running conversations are all
+        that can come back, and their blocks bring more than was learnt while others came."""
+        return not self._is_full or self._history.is_evening
 
     def admits(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return of each block whether it is worth its write."""

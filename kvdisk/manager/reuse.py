@@ -22,6 +22,7 @@ from kvdisk.blocks import BlockKey, group_of
 from kvdisk.manager import bounds
 from kvdisk.manager.catalog import key_hash
 from kvdisk.manager.chances import BUCKETS, LEVELS, ORIGINS, TEMPOS, Chances
+from kvdisk.manager.newcomers import Newcomers
 
 USES: Final = 65
 """Uses that are told apart."""
@@ -171,6 +172,7 @@ class ReuseHistory:
         self._scan_score = [0.0] * _ORIGINS
         """By origin: the evidence that its new blocks come back more rarely lately. It is the sum
         of logarithms of likelihood ratios since the last time that it was 0."""
+        self._newcomers = Newcomers()
 
     def reserve(self, slots: int) -> None:
         """Remember enough for a tier of so many slots: eight keys a slot, within bounds. Forgets
@@ -185,6 +187,11 @@ class ReuseHistory:
         self._marks = array("H", [0]) * self._places
         """By place: the key's uses times ``_ORIGINS``, plus its origin."""
         self._ticks, self._tempos = array("I", [0]) * self._places, array("B", [0]) * self._places
+
+    @property
+    def is_evening(self) -> bool:
+        """Whether nobody new has come for long, and what has begun goes on."""
+        return self._newcomers.is_evening
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -247,6 +254,8 @@ class ReuseHistory:
             if came or came_again:
                 part = (stop - start) / visit.blocks
                 self._scan_score[number] = self._scan_score_of(number, came, came_again, part)
+        if came := sum(new[:STATES]):
+            self._newcomers.note(visit.before, is_new=2 * (new[0] + new[_BRANCH]) > came)
         self._raise(keys, start, least)
         if self.now >= self._chances.learns_at:
             self._learn()
