@@ -218,7 +218,8 @@ class SchedulerSide:
     def _follow_session(self, request: Request) -> None:
         """Check what no hook reports: whether the prompt of a streaming session, a request with a
         queue, has grown."""
-        self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
+        if request.streaming_queue is not None:
+            self._manager.prompt_changed(request.request_id, request.num_prompt_tokens)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer ``get_num_new_matched_tokens``."""
@@ -227,8 +228,7 @@ class SchedulerSide:
             return None, False  # by other hashes vLLM finds other blocks: it asks again
         if request.request_id not in self._requests:
             return 0, False
-        if request.streaming_queue is not None:
-            self._follow_session(request)
+        self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens = int(local_tokens)
         self._manager.note_time(int(time.time()))
         tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
@@ -260,8 +260,7 @@ class SchedulerSide:
         if not aborted:
             # The last sampled token has no KV.
             computed_tokens = int(min(request.num_computed_tokens, request.num_tokens - 1))
-            if request.streaming_queue is not None:
-                self._follow_session(request)
+            self._follow_session(request)
             if self._manager.note_scheduled(request.request_id, computed_tokens):
                 self._manager.note_time(int(time.time()))
                 self._describe(request)
@@ -290,7 +289,7 @@ class SchedulerSide:
             # Among the tokens that are computed when this step is over, only those whose ids are
             # known are final.
             computed_tokens = int(min(request.num_computed_tokens + scheduled_tokens, request.num_tokens))
-            if request.streaming_queue is not None:
+            if request.streaming_queue is not None:  # here, too: a step has many requests
                 self._follow_session(request)
             if manager.note_scheduled(request_id, computed_tokens):
                 self._describe(request)

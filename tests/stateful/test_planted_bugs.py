@@ -4,7 +4,7 @@ planted through its methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from kvdisk.manager.room import Room
 from kvdisk.manager.settlement import Settlement
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import OnPreemption, Spillover
-from kvdisk.manager.stores import StorePlanner
+from kvdisk.manager.stores import StorePlanner, _Due
 from kvdisk.manager.victims import Victims
 from kvdisk.manager.write_budget import WriteBudget
 from kvdisk.messages import JobKind, Reason
@@ -225,8 +225,9 @@ def admit_all_while_reading_ahead(planter: Planter) -> None:
 # -- stores ----------------------------------------------------------------------------------------
 
 
-def forget_refused(_stores: StorePlanner, request: RequestState, *_: Any) -> None:
-    request.due = []
+def forget_refused(_stores: StorePlanner, together: Sequence[_Due], *_: Any) -> None:
+    for due in together:
+        due.request.due = []
 
 
 def store_unwatched(planter: Planter) -> None:
@@ -383,7 +384,7 @@ BUGS = {
     "load that has ended still waited for": Bug(nothing(GpuLoads, "end"), on.QUEUE_SIZES),
     # -- stores and their policies --
     "refused block never offered again": Bug(
-        after(StorePlanner, "plan", forget_refused), (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW)
+        after(StorePlanner, "_offer", forget_refused), (on.NVME_ONLY, on.NVME_REUSE, on.WINDOW)
     ),
     "refused block offered every step": Bug(nothing(BackOff, "holds", False)),
     "free blocks stored and not watched": Bug(store_unwatched, on.SPILLOVER_SIZES),
