@@ -21,7 +21,7 @@ import psutil
 import pytest
 from obstore.store import from_url
 from support import objects_conformance
-from support.memory_objects import MemoryObjects
+from support.memory_objects import MemoryBucket, MemoryObjects
 from support.mooncake_store import MooncakeStore
 from support.objects_conformance import UNTOUCHED, ObjectsCase, ObjectsConformance, make_bytes
 from support.s3_server import S3Server
@@ -39,9 +39,10 @@ from kvdisk.remote.base import (
     Result,
 )
 from kvdisk.remote.client import MOST_OBJECTS, BucketObjects, seal_key
+from kvdisk.remote.coding import CODEC_TYPES, Codec, make_codec
 from kvdisk.remote.mooncake import PACKAGE, ROOM_BYTES, ROOMS, MooncakeBucket
 from kvdisk.remote.obstore_bucket import ObstoreBucket
-from kvdisk.remote.planes import SUFFIX, PlanesCodec
+from kvdisk.remote.planes import PlanesCodec
 
 URL = "s3://kvdisk-tests/some/prefix"
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,12 +67,37 @@ class TestMemory(ObjectsConformance):
         del self.contents[name]
 
 
+class BucketCase(ObjectsCase):
+    """Tests of the real client with a bucket in memory: what needs no server."""
+
+    codec: Codec | None = None
+
+    def make_objects(self) -> Objects:
+        self.contents: dict[str, bytes] = getattr(self, "contents", {})
+        return BucketObjects(MemoryBucket(self.contents), deadline_s=PATIENT_S, codec=self.codec)
+
+    def write(self, name: str, body: bytes) -> None:
+        self.contents[name] = body
+
+    def remove(self, name: str) -> None:
+        del self.contents[name]
+
+    def read(self, name: str) -> bytes:
+        if name not in self.contents:
+            raise FileNotFoundError(name)
+        return self.contents[name]
+
+
+class TestBucket(BucketCase, ObjectsConformance):
+    pass
+
+
 class S3Case(ObjectsCase):
     """Tests with the server."""
 
     server: S3Server
     key: bytes | None = None
-    codec: PlanesCodec | None = None
+    codec: Codec | None = None
     deadline_s = PATIENT_S
 
     @pytest.fixture(autouse=True, scope="class")
@@ -108,7 +134,7 @@ class MooncakeCase(ObjectsCase):
 
     store: MooncakeStore
     key: bytes | None = None
-    codec: PlanesCodec | None = None
+    codec: Codec | None = None
     deadline_s = PATIENT_S
     least_bytes = 1
 
@@ -174,16 +200,19 @@ class CodedCase(ObjectsCase):
     """Tests of a store that codes, beside one that does not. The suite's own bodies shrink here,
     unless they are a byte or two."""
 
+    codec: Codec | None
     read: Callable[[str], bytes]
     """Returns what an object holds."""
     seal_bytes = 0
 
     @pytest.fixture(autouse=True)
     def _like_kv(self, monkeypatch) -> None:
+        assert self.codec is not None
+        self.suffix = self.codec.suffix
         monkeypatch.setattr(objects_conformance, "make_bytes", shrinking)
 
     def remove(self, name: str) -> None:
-        for each in filter(self.is_there, (name + SUFFIX, name)):
+        for each in filter(self.is_there, (name + self.suffix, name)):
             super().remove(each)
 
     def is_there(self, name: str) -> bool:
@@ -206,7 +235,7 @@ class CodedCase(ObjectsCase):
     def test_what_shrinks_is_shorter_there_and_has_a_name_of_its_own(self) -> None:
         body = shrinking(1 << 16, 1)
         (ended,) = self.outcomes(ObjectOp.PUT, RemoteObject(self.name(1), memoryview(body), 2))
-        there = self.read(self.name(1) + SUFFIX)
+        there = self.read(self.name(1) + self.suffix)
         assert len(there) < 0.9 * len(body) and ended.stored_bytes == len(there)
         assert not self.is_there(self.name(1))
         buffer = bytearray(len(body))
@@ -217,7 +246,7 @@ class CodedCase(ObjectsCase):
         body = make_bytes(1 << 16, 1)
         (ended,) = self.outcomes(ObjectOp.PUT, RemoteObject(self.name(1), memoryview(body), 2))
         assert ended.stored_bytes == len(self.read(self.name(1))) == len(body) + self.seal_bytes
-        assert not self.is_there(self.name(1) + SUFFIX)
+        assert not self.is_there(self.name(1) + self.suffix)
         assert self.get(1, len(body)) == (Result.OK, body)
 
     def test_an_object_as_it_is_is_found_and_not_put_again(self) -> None:
@@ -230,7 +259,7 @@ class CodedCase(ObjectsCase):
             assert self.get(1, len(body)) == (Result.OK, body)
             (ended,) = self.outcomes(ObjectOp.PUT, RemoteObject(self.name(1), memoryview(body)))
             assert (ended.results, ended.stored_bytes) == ((Result.OK,), 0)
-            assert not self.is_there(self.name(1) + SUFFIX)
+            assert not self.is_there(self.name(1) + self.suffix)
         finally:
             plain.close()
 
@@ -250,16 +279,16 @@ class CodedCase(ObjectsCase):
     def test_each_kind_under_the_name_of_the_other_is_bad(self) -> None:
         body = shrinking(1 << 16, 1)
         self.put(1, body)
-        coded = self.read(self.name(1) + SUFFIX)
+        coded = self.read(self.name(1) + self.suffix)
         self.write(self.name(2), coded)
-        self.write(self.name(3) + SUFFIX, body)
+        self.write(self.name(3) + self.suffix, body)
         for number in (2, 3):
             assert self.get(number, len(body)) == (Result.BAD, bytes([UNTOUCHED]) * len(body))
 
     def test_a_bad_coded_object_is_written_over_whether_or_not_its_block_shrinks(self) -> None:
         for number, body in enumerate((shrinking(1 << 16, 1), make_bytes(1 << 16, 1))):
             for wrong in (b"x", body, bytes(1 << 20)):
-                self.write(self.name(number) + SUFFIX, wrong)
+                self.write(self.name(number) + self.suffix, wrong)
                 assert self.get(number, len(body)) == (Result.BAD, bytes([UNTOUCHED]) * len(body))
                 assert self.end(ObjectOp.REPLACE, RemoteObject(self.name(number), memoryview(body))) == (Result.OK,)
                 assert self.get(number, len(body)) == (Result.OK, body)
@@ -283,6 +312,15 @@ class CodedCase(ObjectsCase):
         return self.make_objects()
 
 
+class TestCoded(CodedCase, BucketCase, ObjectsConformance):
+    """Each codec that there is."""
+
+    @pytest.fixture(autouse=True, scope="class", params=CODEC_TYPES)
+    @classmethod
+    def _each(cls, request) -> None:
+        cls.codec = make_codec(request.param)
+
+
 class TestS3Coded(CodedCase, TestS3):
     codec = PlanesCodec()
 
@@ -299,11 +337,11 @@ class TestS3CodedSealed(CodedCase, S3Case):
     def test_what_somebody_without_the_key_coded_is_bad(self) -> None:
         body = shrinking(4096, 1)
         self.put(1, body)
-        there = self.read(self.name(1) + SUFFIX)
+        there = self.read(self.name(1) + self.suffix)
         for wrong in (PlanesCodec().encode(np.frombuffer(body, np.uint8)), there[:-1] + bytes([there[-1] ^ 1])):
-            self.write(self.name(1) + SUFFIX, wrong)
+            self.write(self.name(1) + self.suffix, wrong)
             assert self.get(1, 4096)[0] is Result.BAD
-        self.write(self.name(2) + SUFFIX, there)  # the bytes of one object under the name of another
+        self.write(self.name(2) + self.suffix, there)  # the bytes of one object under the name of another
         assert self.get(2, 4096)[0] is Result.BAD
 
 
@@ -512,6 +550,7 @@ class TestMooncakeFailures(MooncakeCase):
         program = f"""
 import sys
 from kvdisk.remote.base import ObjectOp, RemoteObject
+from kvdisk.remote.coding import CODEC_TYPES, Codec, make_codec
 from kvdisk.remote.client import BucketObjects
 from kvdisk.remote.mooncake import MooncakeBucket
 objects = BucketObjects(MooncakeBucket({self.store.url!r}, {{}}, deadline_s=5.0), deadline_s=5.0)
@@ -599,6 +638,8 @@ class TestS3CodedTorture(TestS3Torture):
 
     @pytest.fixture(autouse=True)
     def _like_kv(self, monkeypatch) -> None:
+        assert self.codec is not None
+        self.suffix = self.codec.suffix
         monkeypatch.setitem(globals(), "make_bytes", shrinking)
 
 
@@ -743,6 +784,7 @@ def test_pauses_double_and_end_with_an_answer():
 def test_a_process_that_never_closes_its_store_ends(s3_server):
     program = f"""
 from kvdisk.remote.base import ObjectOp, RemoteObject
+from kvdisk.remote.coding import CODEC_TYPES, Codec, make_codec
 from kvdisk.remote.client import BucketObjects
 from kvdisk.remote.obstore_bucket import ObstoreBucket
 objects = BucketObjects(ObstoreBucket({URL!r}, {s3_server.options!r}, deadline_s=5.0), deadline_s=5.0)
