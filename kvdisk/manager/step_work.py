@@ -89,7 +89,7 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.SENDS: Share(768, when_silent=False),
 }
 """The order of a step. No kind waits for ever: each has its own blocks in each step."""
-SPARE_BLOCKS = 2048
+SPARE_BLOCKS = 1024
 """What a step may look at beyond that: who comes first has it."""
 
 
