@@ -62,8 +62,9 @@ SHARES: Final[dict[Kind, Share]] = {
     Kind.QUESTIONS: Share(4096, keeps_awake=False),
     # Hints that are too old: before anything is read because of them.
     Kind.HINT_ENDS: Share(256, keeps_awake=False),
-    # The rest of loads: requests wait for it, so it takes room before prefetches do.
-    Kind.LOADS: Share(2048),
+    # The rest of loads: requests wait for it, so it takes room before prefetches do. With what is
+    # spare it is 2,048 blocks that come by memory: a hit of 32,000 tokens is one job.
+    Kind.LOADS: Share(3072),
     # What running requests have come to: the step offers it before its plan is made.
     Kind.REACHED: Share(2048),
     # What preempted requests had: the engine overwrites it soon, from its tail on.
