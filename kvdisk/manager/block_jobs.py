@@ -105,21 +105,22 @@ class BlockJobs:
         """A request wants these blocks of its prompt, in this order; see ``Demand.reach_keys``."""
         self._history.note_time(now)
         keys = list(dict.fromkeys(keys))
-        self._work.add(Kind.RECENCY, self, self._use(list(keys)))
+        self._work.add(Kind.RECENCY, self, self._use(list(keys), self._state.generation))
         alike = self._by_group(keys)
         for of_group in alike:
             self.fetches.reached(of_group)
         self._demand.reach_keys(request, alike, self._offer)
         self._work.run(self._work.now, Kind.RECENCY, Kind.DEMAND)
 
-    def _use(self, keys: list[BlockKey]) -> Work:
+    def _use(self, keys: list[BlockKey], generation: int) -> Work:
         """Refresh the recency of a prompt's blocks; of these the head last, so that it leaves
-        last."""
+        last. ``generation``: the last one when the request came: it does not use what is newer."""
+        generations = self._catalog.generations
         while keys:
             left = self._work.left(Kind.RECENCY)
             some = keys[-left:]
             del keys[-left:]
-            rows = [row for row in self._catalog.find_all(some) if row != NONE]
+            rows = [row for row in self._catalog.find_all(some) if row != NONE and generations[row] <= generation]
             for space in self._tiers:
                 space.reached(rows[::-1])
             yield len(some)

@@ -503,11 +503,12 @@ def test_a_full_store_lets_in_what_is_wanted(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_request_counts_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [100, 5000, 20_000])
+def test_a_request_counts_once(tmp_path: Path, count: int) -> None:
     """However long it is, and whether it is told of before its blocks are put, or after."""
     rows = make_rows()
     store = opened(tmp_path, rows, nvme_admission="reuse(2)")
-    long = [key_of(number) for number in range(5000)]
+    long = [key_of(number) for number in range(count)]
     store.reached("the first", long)
     assert put_all(store, rows, long[-20:]) == [Result.REFUSED] * 20
     store.reached("the second", long)
