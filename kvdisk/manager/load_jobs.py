@@ -305,7 +305,7 @@ class LoadJobs:
             if keys[at] in hints:
                 tiers[at] = self._hints.tier_of(keys[at], request.load_tiers)
         blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
-        is_short = len(keys) <= SHARES[Kind.LOADS].blocks
+        is_short = 2 * len(keys) <= SHARES[Kind.LOADS].blocks  # one job has them, whatever else waits
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
         rest = Rest(np.concatenate(gpu_blocks), rows, order)
         return Load(request, blocks, keys, rest)
