@@ -783,6 +783,7 @@ def test_pauses_double_and_end_with_an_answer():
 def test_a_process_that_never_closes_its_store_ends(s3_server):
     program = f"""
 from kvdisk.remote.base import ObjectOp, RemoteObject
+from kvdisk.remote.client import BucketObjects
 from kvdisk.remote.obstore_bucket import ObstoreBucket
 objects = BucketObjects(ObstoreBucket({URL!r}, {s3_server.options!r}, deadline_s=5.0), deadline_s=5.0)
 objects.submit(ObjectOp.GET, [RemoteObject(str(at), memoryview(bytearray(1))) for at in range(100)])
