@@ -99,7 +99,17 @@ def make_block_key(block_hash: bytes, group: int) -> BlockKey:
 
 def make_block_keys(block_hashes: Iterable[bytes], group: int) -> list[BlockKey]:
     """Return the key of each block with one of these hashes: faster than one by one."""
-    return list(map(_add, block_hashes, repeat(group.to_bytes(GROUP_BYTES, "big"))))
+    return with_key_end(block_hashes, key_end(group))
+
+
+def key_end(group: int) -> bytes:
+    """Return what the keys of a KV-cache group end with."""
+    return group.to_bytes(GROUP_BYTES, "big")
+
+
+def with_key_end(block_hashes: Iterable[bytes], end: bytes) -> list[BlockKey]:
+    """Return what ``make_block_keys`` does, of a group whose ``key_end`` is known."""
+    return list(map(_add, block_hashes, repeat(end)))
 
 
 def groups_of(keys: Iterable[BlockKey]) -> list[int]:

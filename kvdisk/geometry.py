@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -81,6 +81,10 @@ class GroupGeometry:
     ``least_bytes``: the least payload that a slot has room for. ``element_bytes``: of one element
     of the payload; 1 where they differ, or nobody knows. ``piece_bytes``: of a block that lies in
     pieces in the engine's memory, the bytes of each; empty: it lies in one.
+
+    ``reads_all``: whether a token reads all tokens before it. ``volatile_blocks``: how many blocks
+    behind a hit must be there too: they determine the KV of its last tokens. Each lookup asks for
+    both.
     """
 
     group: int
@@ -95,6 +99,12 @@ class GroupGeometry:
     gpu_blocks: int = 1
     element_bytes: int = 1
     piece_bytes: tuple[int, ...] = ()
+    reads_all: bool = field(init=False, repr=False, compare=False)
+    volatile_blocks: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads_all", self.window_tokens is None and self.chunk_tokens is None)
+        object.__setattr__(self, "volatile_blocks", -(-self.volatile_tokens // self.block_tokens))
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -107,12 +117,6 @@ class GroupGeometry:
         return self.block_tokens // self.gpu_blocks
 
     @property
-    def volatile_blocks(self) -> int:
-        """How many blocks behind a hit must be there too: they determine the KV of its last
-        tokens."""
-        return -(-self.volatile_tokens // self.block_tokens)
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: header plus payload, a multiple of ``ALIGNMENT``."""
         return HEADER_BYTES + round_up(max(self.payload_bytes, self.least_bytes), ALIGNMENT)
@@ -121,11 +125,6 @@ class GroupGeometry:
     def tokens_each(self) -> int:
         """Tokens of a prompt for each block of it that is kept."""
         return self.state_tokens or self.block_tokens
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether a token reads all tokens before it."""
-        return self.window_tokens is None and self.chunk_tokens is None
 
     def first_read(self, tokens: int) -> int:
         """Return the first token that the token at ``tokens`` reads.

@@ -144,7 +144,7 @@ class StoreMoves(Sequence[Move]):
 
 def places_in(moves: Sequence[Move], tier: Tier) -> Sequence[Slot | None]:
     """Return the slot of each move in a tier; None: it has none there."""
-    return moves.places(tier) if isinstance(moves, StoreMoves) else [move.slots.get(tier) for move in moves]
+    return moves.places(tier) if type(moves) is StoreMoves else [move.slots.get(tier) for move in moves]
 
 
 class GuestSpec(NamedTuple):
@@ -233,7 +233,7 @@ def _pack(moves: Sequence[Move]) -> tuple[object, ...]:
     one after the other."""
     if not moves:
         return ()
-    if isinstance(moves, StoreMoves):
+    if type(moves) is StoreMoves:
         return moves.pack()
     keys, generations, gpu_blocks, slots, parents = zip(*moves, strict=True)
     known: dict[tuple[Tier, ...], int] = {}

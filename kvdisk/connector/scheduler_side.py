@@ -230,8 +230,9 @@ class SchedulerSide:
             return 0, False
         self._follow_session(request)
         self._local_tokens[request.request_id] = local_tokens = int(local_tokens)
-        self._manager.note_time(int(time.time()))
-        tokens = self._manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
+        manager = self._manager
+        manager.note_time(int(time.time()))
+        tokens = manager.lookup(request.request_id, local_tokens, request.num_tokens, time.monotonic())
         return tokens, bool(tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:

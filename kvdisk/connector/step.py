@@ -62,7 +62,8 @@ def overwritten_blocks(output: SchedulerOutput, groups: GroupIds) -> set[int]:
     into new blocks before it; the first-generation runner does so after it.
     """
     found = set(output.new_block_ids_to_zero or ())
-    found.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    if output.kv_cache_block_copies:
+        found.update(copy.dst_block_id for copy in output.kv_cache_block_copies)
     if groups.of_states:
         new = [request.block_ids for request in output.scheduled_new_reqs]
         new += [tables for tables in output.scheduled_cached_reqs.new_block_ids if tables is not None]
@@ -74,8 +75,10 @@ def _handed_states(output: SchedulerOutput, groups: GroupIds) -> dict[str, list[
     """Return the recurrent states of the requests without drafts. vLLM: with drafts, a state comes
     to its block only after the hook that begins copies."""
     state, drafted = output.kv_connector_block_state, output.scheduled_spec_decode_tokens
+    if state is None or not state.boundary_state_offloads:
+        return {}
     return {
         request_id: [HandedState(groups.number_of(group_id), *place) for group_id, *place in states]
-        for request_id, states in (state.boundary_state_offloads if state is not None else {}).items()
+        for request_id, states in state.boundary_state_offloads.items()
         if not drafted.get(request_id)
     }

@@ -130,6 +130,8 @@ class Uses:
     def reached(self, rows: Sequence[int]) -> None:
         """Count a use of these blocks by one request. A block without an NVMe copy is not
         counted."""
+        if not rows:
+            return
         places = self._places_of(rows)
         np.add.at(self.table["uses"], places, 1)
         self.table["last_use_s"][places] = self.now_s
@@ -143,7 +145,7 @@ class Uses:
 
     def _places_of(self, rows: Sequence[int]) -> NDArray[np.intp]:
         places = np.array(rows, np.intp)
-        lacking = int(places.max(initial=-1)) + 1 - len(self.table)
+        lacking = max(rows, default=-1) + 1 - len(self.table)
         if lacking > 0:
             more = np.zeros(lacking + len(self.table) // 8, USES_RECORD)
             self.table = np.concatenate((self.table, more))

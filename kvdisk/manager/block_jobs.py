@@ -144,7 +144,8 @@ class BlockJobs:
     @property
     def wanted(self) -> list[int]:
         """See the class."""
-        return [max(1, self._waiting[size_class]) for size_class in range(len(self._geometry.slot_sizes))]
+        waiting = self._waiting
+        return [max(1, waiting.get(size_class, 0)) for size_class in range(len(self._geometry.slot_sizes))]
 
     @uncollected
     def store(self, offers: Offers, now: float, *, is_new: bool) -> tuple[Answer, list[int]]:
@@ -162,7 +163,7 @@ class BlockJobs:
 
     def waiting(self, answer: Answer) -> list[int]:
         """Return which of the offers that got no slot may get one soon."""
-        if not answer.is_writable or self._target.status.is_spent:
+        if not answer.is_writable or self._target.is_spent:
             return []
         classes = map(self._class_of.__getitem__, answer.unserved.groups)
         return [at for at, each in enumerate(classes) if self._target.may_get_room(each, silent=False)]
@@ -174,7 +175,7 @@ class BlockJobs:
 
     def give_up(self, count: int) -> None:
         """Count blocks for which no room came."""
-        self._stats.add(f"refused_blocks.{'budget' if self._target.status.is_spent else 'room'}", count)
+        self._stats.add(f"refused_blocks.{'budget' if self._target.is_spent else 'room'}", count)
 
     # -- loads ---------------------------------------------------------------------------------
 

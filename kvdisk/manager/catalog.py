@@ -92,6 +92,11 @@ class TierColumns:
         self.first_child, self.next_child, self._previous_child = array("i"), array("i"), array("i")
         self.hide(frozenset())
 
+    @property
+    def are_all_shown(self) -> bool:
+        """Whether no READY copy counts as absent: then each state tells the presence."""
+        return not self.hidden and not self.oldest_s and self.latest_s == LATEST_S
+
     def hide(self, segments: frozenset[int]) -> None:
         """See ``Catalog.hide``."""
         self.hidden, self._hidden = segments, np.fromiter(segments, np.uint32)
@@ -242,6 +247,8 @@ class Catalog:
         """By row: how many rows have it as their parent, with copies or not yet."""
         self._columns: dict[Tier, TierColumns] = {}
         """Of the tiers that there are, the fastest first."""
+        self._all: Sequence[TierColumns] = ()
+        """The same columns, without their tiers."""
         self._others: dict[Tier, list[TierColumns]] = {}
         for tier in tiers:
             self.add_tier(tier)
@@ -257,6 +264,7 @@ class Catalog:
         assert not self.generations
         self._columns[tier] = TierColumns(self.parent_rows, self.stored_s)
         self._columns = dict(sorted(self._columns.items()))
+        self._all = tuple(self._columns.values())
         self._others = {
             each: [other for tier, other in self._columns.items() if tier is not each] for each in self._columns
         }
@@ -265,6 +273,12 @@ class Catalog:
     def tiers(self) -> Collection[Tier]:
         """The tiers that there are, the fastest first."""
         return self._columns
+
+    def _of(self, tiers: TierChoice) -> Sequence[TierColumns]:
+        """Return the columns of these tiers, the fastest first."""
+        if tiers is None:
+            return self._all
+        return [columns for tier, columns in self._columns.items() if tier in tiers]
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -311,8 +325,9 @@ class Catalog:
             assert is_placeholder[row], "it has a row"
             is_placeholder[row] = False
             self.generations[row], self.epochs[row], self.tenants[row] = generation, epoch, tenant
-        followers = [row for row, parent in zip(rows, parents, strict=True) if parent is not None]
-        self._follow(followers, [parent for parent in parents if parent is not None])
+        followers = [(row, parent) for row, parent in zip(rows, parents, strict=True) if parent is not None]
+        if followers:
+            self._follow(*zip(*followers, strict=True))
         return rows
 
     def _follow(self, rows: Sequence[int], parents: Sequence[BlockKey]) -> None:
@@ -450,9 +465,8 @@ class Catalog:
     def changes(self, tiers: TierChoice = None) -> tuple[int, int]:
         """Return ``gains`` and ``losses`` as those see them who may load from some tiers: what a
         faster tier has hides nothing of the others from them."""
-        of_some = [] if tiers is None else [columns for tier, columns in self._columns.items() if tier in tiers]
-        if len(of_some) == len(self._columns):
-            of_some = []
+        if tiers is None or len(of_some := self._of(tiers)) == len(self._columns):
+            return self.gains, self.losses
         gains, losses = sum(columns.gains for columns in of_some), sum(columns.losses for columns in of_some)
         return self.gains + gains, self.losses + losses
 
@@ -478,10 +492,24 @@ class Catalog:
 
     def readable_tier(self, row: int, tiers: TierChoice = None) -> Tier | None:
         """Return the fastest tier, of some, that a row (or -1) can be loaded from now."""
-        for tier, columns in self._columns.items() if row != NONE else ():
-            if columns.presence(row) == READY and (tiers is None or tier in tiers):
-                return tier
-        return None
+        return self.readable_in_turn((row,), tiers)[0]
+
+    def readable_in_turn(self, rows: Iterable[int], tiers: TierChoice = None) -> list[Tier | None]:
+        """Return the ``readable_tier`` of each row: for few."""
+        wanted = [
+            (tier, columns, columns.states, columns.are_all_shown)
+            for tier, columns in self._columns.items()
+            if tiers is None or tier in tiers
+        ]
+        found: list[Tier | None] = []
+        for row in rows:
+            for tier, columns, states, is_shown in wanted if row != NONE else ():
+                if states[row] == READY and (is_shown or columns.presence(row) == READY):
+                    found.append(tier)
+                    break
+            else:
+                found.append(None)
+        return found
 
     def readable_tiers(self, rows: NDArray[np.intp], tiers: TierChoice = None) -> NDArray[np.uint8]:
         """Return the ``readable_tier`` of each row, 0: none."""
@@ -525,11 +553,18 @@ class Catalog:
 
     def presences_of(self, rows: Sequence[int], tiers: TierChoice = None) -> bytes:
         """Return the ``presences`` of rows; that of NONE is ABSENT."""
-        wanted = [columns for tier, columns in self._columns.items() if tiers is None or tier in tiers]
+        wanted = self._of(tiers)
         if not self._rows or not wanted:
             return bytes(len(rows))
         if len(rows) < _FEW:
-            return bytes([max([each.presence(row) for each in wanted]) if row != NONE else ABSENT for row in rows])
+            few = bytearray(len(rows))
+            for columns in wanted:
+                states, is_shown = columns.states, columns.are_all_shown
+                for at, row in enumerate(rows):
+                    if row != NONE and few[at] != READY:
+                        presence = _PRESENCE_OF[states[row]] if is_shown else columns.presence(row)
+                        few[at] = max(few[at], presence)
+            return bytes(few)
         places = np.array(rows, np.intp)
         found = reduce(np.maximum, [each.presences(places) for each in wanted])
         found[places == NONE] = ABSENT

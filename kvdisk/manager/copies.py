@@ -9,7 +9,6 @@ slots: its target is DROPPED and keeps its writer's pin, and its source keeps it
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey, Slot, Tier, groups_of
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -110,6 +109,18 @@ class Taken(NamedTuple):
     is_writable: bool = True
 
 
+class _Ended(NamedTuple):
+    """Rows of a tier whose copies a job has read. ``spent``: their pins are to be given back.
+    ``sound``: the copies can be read again. ``used``: as well, and are not only reached. ``bad``:
+    they are to be dropped."""
+
+    states: bytearray
+    spent: list[int]
+    sound: list[int]
+    used: list[int]
+    bad: dict[int, None]
+
+
 class Copies:
     """Begins and ends the copies that jobs read and write."""
 
@@ -122,6 +133,8 @@ class Copies:
         self._arrival = tiers.arrival_tier
         self._hints = hints
         self._neighbours, self._remote = hints.neighbours, hints.remote
+        self._of_others = (hints.neighbours.tier, hints.remote.tier)
+        """What others' copies are read as; the first is this engine's own as well."""
 
     # -- reads begin -----------------------------------------------------------------------------
 
@@ -130,8 +143,8 @@ class Copies:
         another's."""
         catalog = self._catalog
         found: dict[Tier, list[Read]] = {}
-        for read, row in zip(reads, catalog.find_all([read.key for read in reads]), strict=True):
-            source = catalog.readable_tier(row, tiers)
+        rows = catalog.find_all([read.key for read in reads])
+        for read, row, source in zip(reads, rows, catalog.readable_in_turn(rows, tiers), strict=True):
             if source is not None:
                 read.row = row
                 found.setdefault(source, []).append(read)
@@ -181,11 +194,18 @@ class Copies:
     def take_arriving(self, reads: Sequence[Read], *, most: Sequence[int], keep_dirty: bool = False) -> Taken:
         """Take slots in memory for what some reads bring, as ``take`` does."""
         assert self._arrival is not None
-        keys = [read.key for read in reads]
-        rows = [
-            read.row if read.row != NONE else row for read, row in zip(reads, self._catalog.find_all(keys), strict=True)
+        find = self._catalog.find
+        columns = [
+            (
+                read.key,
+                read.parent,
+                read.row if read.row != NONE else find(read.key),
+                read.group if read.group >= 0 else group_of(read.key),
+                read.tenant,
+            )
+            for read in reads
         ]
-        offers = Offers(keys, [read.parent for read in reads], rows, groups_of(keys), [read.tenant for read in reads])
+        offers = Offers(*zip(*columns, strict=True)) if columns else Offers()
         return self.take(self._arrival, offers, keep_dirty=keep_dirty, most=most)
 
     def begin_arrivals(self, reads: Sequence[Read], slots: Sequence[Slot]) -> None:
@@ -215,7 +235,7 @@ class Copies:
         ``target`` is."""
         rows, near = self._catalog.find_all(offers.keys), self._neighbours.near(target.tier)
         presences = self._catalog.presences_of(rows)
-        offers = offers._replace(rows=rows)
+        offers = Offers(offers.keys, offers.parents, rows, *offers[3:])
         if not near and not any(presences):
             return offers
         keys = offers.keys
@@ -255,13 +275,15 @@ class Copies:
             return Taken(slots, refused)
         some = offers if len(places) == len(slots) else offers.at(places)
         before = catalog.find_all([parent for parent in some.parents if parent is not None])
-        tails = [row for row in before if row != NONE and catalog.is_only_in(target.tier, row)]
+        tails = [row for row in before if row != NONE and catalog.is_only_in(target.tier, row)] if before else ()
         classes = list(map(self._geometry.size_classes.__getitem__, some.groups))
-        catalog.pin(tails, target.tier)
+        if tails:
+            catalog.pin(tails, target.tier)
         found, beyond_share = target.take(
             classes, some.tenants, some.groups, in_order=in_order, keep_dirty=keep_dirty, most=most
         )
-        catalog.unpin(tails, target.tier)
+        if tails:
+            catalog.unpin(tails, target.tier)
         if some is offers:
             slots = found
         else:
@@ -272,17 +294,19 @@ class Copies:
     def begin_new(self, tier: Tier, offers: Offers, slots: Sequence[Slot]) -> Sequence[int]:
         """Begin copies of blocks that no tier has, or only where nobody may read now; return their
         rows."""
-        catalog, rows = self._catalog, offers.rows
-        hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in catalog.tiers]}
+        catalog, rows, hidden = self._catalog, offers.rows, set[int]()
         new = [at for at, row in enumerate(rows) if row == NONE]
         if len(new) == len(rows):
             rows = self._add_new(offers)
-        elif new:
-            added = iter(self._add_new(offers.at(new)))
+        else:
+            tiers = catalog.tiers
+            hidden = {row for row in rows if row != NONE and READY in [catalog.state(row, each) for each in tiers]}
+            added = iter(self._add_new(offers.at(new)) if new else ())
             rows = [next(added) if row == NONE else row for row in rows]
+        stored_s, now_s = catalog.stored_s, self._state.now_s
         for row in rows:
             if row not in hidden:  # or an old copy would be younger when it can be read again
-                catalog.stored_s[row] = self._state.now_s
+                stored_s[row] = now_s
         catalog.begin(rows, tier, slots)
         return rows
 
@@ -366,71 +390,67 @@ class Copies:
 
     def end_reads(self, record: JobRecord) -> None:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
-        sound: defaultdict[Tier, list[int]] = defaultdict(list)
-        used: defaultdict[Tier, list[int]] = defaultdict(list)
+        ended: dict[Tier, _Ended] = {}
         reached: list[int] = []
-        spent: defaultdict[Tier, list[int]] = defaultdict(list)
-        bad: defaultdict[Tier, dict[int, None]] = defaultdict(dict)
-        states = {space.tier: self._catalog.columns(space.tier).states for space in self._tiers}
+        is_load, groups = record.job.kind is JobKind.LOAD and not record.by_key, self._geometry.groups
         for at in reversed(range(len(record.details))):
-            (row, group, _, tier, _), move = record.details[at], record.job.moves[at]
+            row, group, _, tier, _ = record.details[at]
             reason, late = record.failed.get(at), at in record.late
-            if tier is self._remote.tier:
-                self._remote.loaded(move, reason)
-                continue
-            foreign = self._neighbours.slot_of(move) if tier is self._neighbours.tier else None
-            if foreign is not None:
-                self._end_foreign(move, foreign, reason, late=late)
-                self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))
+            if tier in self._of_others and self._end_from_others(record, at, tier):
                 continue
             assert tier is not None or reason is not None, "nothing was read, and the move has not failed"
             if tier is None:
                 continue
+            of_tier = ended.get(tier)
+            if of_tier is None:
+                of_tier = ended[tier] = _Ended(self._catalog.columns(tier).states, [], [], [], {})
             if not late:
-                spent[tier].append(row)
+                of_tier.spent.append(row)
             if reason is not None and self._is_bad(row, tier, reason):
-                bad[tier][row] = None
-            elif states[tier][row] == READY:
-                sound[tier].append(row)
-                if reason is not None:
-                    continue
-                is_state = group >= 0 and self._geometry.groups[group].state_tokens is not None
-                if record.job.kind is JobKind.LOAD and not is_state and not record.by_key:
-                    reached.append(row)
-                else:
-                    used[tier].append(row)
-        self._drop_bad(bad, sound, used)
-        if reached:
-            reached = list(dict.fromkeys(reached))
+                of_tier.bad[row] = None
+            elif of_tier.states[row] == READY:
+                of_tier.sound.append(row)
+                if reason is None:
+                    is_reached = is_load and not (group >= 0 and groups[group].state_tokens is not None)
+                    (reached if is_reached else of_tier.used).append(row)
+        for tier, of_tier in ended.items():
+            if of_tier.bad:
+                self._drop_bad(tier, of_tier)
         for space in self._tiers:
-            self._end_reads_from(space, sound.get(space.tier), spent.get(space.tier), used.get(space.tier), reached)
+            self._end_reads_from(space, ended.get(space.tier), reached)
 
-    def _drop_bad(self, bad: Mapping[Tier, Collection[int]], *others: dict[Tier, list[int]]) -> None:
-        """Drop the bad copies of each tier. None of them is among the ``others`` then: a job by key
-        may have read one twice, and found it bad once."""
-        for tier, rows in bad.items():
-            self._tiers[tier].discard(*rows)
-            for each in others:
-                each[tier] = [row for row in each[tier] if row not in rows]
+    def _end_from_others(self, record: JobRecord, at: int, tier: Tier | None) -> bool:
+        """End a read from the remote store, or of a neighbour's copy; return False where it was
+        neither."""
+        move, reason = record.job.moves[at], record.failed.get(at)
+        if tier is self._remote.tier:
+            self._remote.loaded(move, reason)
+            return True
+        foreign = self._neighbours.slot_of(move)
+        if foreign is None:
+            return False
+        self._end_foreign(move, foreign, reason, late=at in record.late)
+        self._stats.add("loaded_blocks_foreign", int(reason is None and record.job.kind is JobKind.LOAD))
+        return True
 
-    def _end_reads_from(
-        self,
-        space: TierSpace,
-        sound: Sequence[int] | None,
-        spent: Sequence[int] | None,
-        used: Sequence[int] | None,
-        reached: Sequence[int],
-    ) -> None:
-        """Note what became of a tier's copies that were read, if any: ``sound`` ones, pins that are
-        ``spent``, and what was ``used``, or ``reached`` in whatever tier."""
-        if sound:
-            self.offer_lower(sound, space.tier)  # their counts rose when the load was planned
-        if spent:
-            space.unpin(spent)
+    def _drop_bad(self, tier: Tier, ended: _Ended) -> None:
+        """Drop the bad copies of a tier: they are neither sound nor used, where a job by key has
+        read one twice, and found it bad once."""
+        self._tiers[tier].discard(*ended.bad)
+        for rows in (ended.sound, ended.used):
+            rows[:] = [row for row in rows if row not in ended.bad]
+
+    def _end_reads_from(self, space: TierSpace, ended: _Ended | None, reached: Sequence[int]) -> None:
+        """Note what became of a tier's copies that were read, if any were, and which blocks were
+        ``reached`` in whatever tier."""
+        if ended is not None and ended.sound:
+            self.offer_lower(ended.sound, space.tier)  # their counts rose when the load was planned
+        if ended is not None and ended.spent:
+            space.unpin(ended.spent)
         if reached:
             space.reached(reached)  # so that the request need not do it again
-        if used:
-            space.touch(list(dict.fromkeys(used)))
+        if ended is not None and ended.used:
+            space.touch(list(dict.fromkeys(ended.used)))
 
     def _is_bad(self, row: int, tier: Tier, reason: Reason) -> bool:
         """Whether to drop a copy that was read. One on a drive that was given up for now is as good

@@ -32,7 +32,7 @@ class Demotions:
     def plan(self, now: float) -> None:
         """Make room in the lower tier for what is dirty; plan jobs for what finds some."""
         lower, dirty = self._lower, self.dirty
-        if not lower.status.works:
+        if not lower.works:
             dirty.clear()
             return
         self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]

@@ -169,17 +169,15 @@ class EvictionPolicy:
                 numbers[row] = number
                 counts[before] -= 1
                 counts[number] += 1
-        tails = self._lists.held(rows)
-        self._lists.remove(tails)
-        self._lists.append(tails, [numbers[row] for row in tails])
+        self._lists.move(rows, map(numbers.__getitem__, rows))
         if self._own is not None:
-            self._append_own(self._own, tails)
+            self._append_own(self._own, self._lists.held(rows))
 
     def postpone(self, row: int) -> None:
         """A tail could not leave now: propose it later than others of its class. That is no use."""
         if row in self._lists:
             self._last[row] = self.now
-            self._lists.move(row, self._list_of[row])
+            self._lists.move((row,), (self._list_of[row],))
             if self._own is not None:
                 self._append_own(self._own, (row,))
 
@@ -192,13 +190,14 @@ class EvictionPolicy:
 
     def remove(self, rows: Sequence[int]) -> None:
         """Copies left the tier, for whatever reason; rows still have their keys."""
-        rows = self._held(rows)
         self._lists.remove(rows)
         if self._own is not None:
             self._own.remove(rows)
-        for row in dict.fromkeys(rows):
-            self._counts[self._list_of[row]] -= 1
-            self._list_of[row] = _NOT_HERE
+        numbers, counts, end = self._list_of, self._counts, len(self._list_of)
+        for row in rows:
+            if row < end and (number := numbers[row]) != _NOT_HERE:
+                counts[number] -= 1
+                numbers[row] = _NOT_HERE
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32], is_tail: NDArray[np.bool_]) -> None:
         """Insert many rows at once, the oldest first, into an empty policy, and into the history:
@@ -268,7 +267,7 @@ class EvictionPolicy:
         self._counts[number] += 1
         self._list_of[row] = number
         if row in self._lists:  # also what stayed, and is no tail: that is seen when it is proposed
-            self._lists.move(row, number)
+            self._lists.move((row,), (number,))
             if self._own is not None:
                 self._append_own(self._own, (row,))
         elif standing == PINNED:
@@ -437,14 +436,15 @@ class TailFirst:
         parent_rows = self._catalog.parent_rows
         self.standings.forget_first(rows)
         gone, staying = dict.fromkeys(rows), dict[int, int]()
-        before = dict.fromkeys([parent_rows[row] for row in rows if parent_rows[row] != NONE])
-        tails = [row for row in before if row not in gone and not self._is_followed(row, gone, staying)]
+        before = dict.fromkeys(map(parent_rows.__getitem__, rows))
+        tails = [row for row in before if row != NONE and row not in gone and not self._is_followed(row, gone, staying)]
         if self._history.state_groups:
             for row in rows:
                 self._note_stateless(row, self._stateless, gone)
             self._stateless.difference_update(rows)
         self._policy.remove(rows)
-        self._policy.list_tails(tails)
+        if tails:
+            self._policy.list_tails(tails)
         if rows:
             self._in_vain = 0
         return tails
@@ -535,22 +535,25 @@ class TailFirst:
         proposals, given = policy.proposals_of(tenant) if tenant else policy.proposals(), set[int]()
         proposed = next(proposals, _NOBODY)
         while True:
-            if proposed <= freed[0]:
-                if proposed == _NOBODY:
-                    return
-                row = proposed[1]
-                follows = self._is_followed(row, found, staying)
-                if follows:
-                    policy.unlist((row,))
-                proposed = next(proposals, _NOBODY)
-                if follows:
-                    continue
-            else:
+            is_proposed = proposed <= freed[0]
+            if not is_proposed:
                 _, row = heappop(freed)
-            if row in given:
+            elif proposed == _NOBODY:
+                return
+            else:
+                row = proposed[1]
+                if self._is_followed(row, found, staying):
+                    policy.unlist((row,))
+                    proposed = next(proposals, _NOBODY)
+                    continue
+            is_new = row not in given
+            if is_new:
+                given.add(row)
+                yield row
+            if is_proposed:  # found only now: mostly nobody asks for another
+                proposed = next(proposals, _NOBODY)
+            if not is_new:
                 continue
-            given.add(row)
-            yield row
             parent = parent_rows[row]
             if tenant and parent != NONE and tenants[parent] != tenant:  # it was stored before tenants were known
                 continue

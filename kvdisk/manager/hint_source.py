@@ -100,6 +100,8 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         index: Answering[AnswerT] | None,
         counter: str,
     ) -> None:
+        self.exists = index is not None
+        """Whether there was an index at the start."""
         self._answering = index
         self._work = parts.work
         self._table: HintTable[WhatT] = HintTable()
@@ -149,12 +151,14 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         forget hints that are too old."""
         if self._answering is None:
             return
-        self._questions.take_in(self._take_in(answer, now) for answer in self._answering.poll())
+        if answers := self._answering.poll():
+            self._questions.take_in(self._take_in(answer, now) for answer in answers)
         if not self._answering.any:
             self._questions.drop_waiting()
         if self.hints and not self._work.has(Kind.HINT_ENDS, self):
             self._work.add(Kind.HINT_ENDS, self, self._forget_old())
-        self._work.run(now, Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
+        if self._work.waits:
+            self._work.run(now, Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
 
     def _take_in(self, answer: AnswerT, now: float) -> Work:
         question = self._questions.answered(answer.ticket)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvdisk.blocks import BlockKey, JobId
+from kvdisk.blocks import JobId
 from kvdisk.manager.hits import HitCounts
 from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.load_threshold import LoadThreshold
@@ -129,14 +129,6 @@ class HitLookup:
             return Found(hit, Wait.LOADED, loader)
         return Found(hit, Wait.WRITTEN if coming > hit else None)
 
-    def _needed_keys(self, request: RequestState, local_tokens: int, hit: int) -> list[list[BlockKey]]:
-        """Return, group by group, the keys of what a hit needs from outside the GPU."""
-        needed = []
-        for group in self._geometry.groups:
-            first = first_needed(group, local_tokens, hit)
-            needed.append(request.keys[group.group][first : hit // group.block_tokens])
-        return needed
-
     def _is_being_read(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a block of a hit is just being read into memory: once is enough."""
         arriving, space = self._state.arriving, self._tiers.arrival_tier
@@ -181,11 +173,13 @@ class HitLookup:
         """Whether a hit is long enough to be worth its load."""
         if hit - local_tokens >= self._threshold.most_tokens:
             return True
-        slowest = self._tiers.first.tier
-        for keys in self._needed_keys(request, local_tokens, hit):
-            for key, row in zip(keys, self._catalog.find_all(keys), strict=True):
-                tiers = request.load_tiers
-                slowest = max(slowest, self._catalog.readable_tier(row, tiers) or self._hints.tier_of(key, tiers))
+        slowest, tiers = self._tiers.first.tier, request.load_tiers
+        for group in self._geometry.groups:
+            first = first_needed(group, local_tokens, hit)
+            keys = request.keys[group.group][first : hit // group.block_tokens]
+            found = self._catalog.readable_in_turn(self._catalog.find_all(keys), tiers)
+            for key, tier in zip(keys, found, strict=True):
+                slowest = max(slowest, tier or self._hints.tier_of(key, tiers))
         return self._threshold.is_worth(hit - local_tokens, slowest, request.arrival)
 
     def _wait_or_give_up(self, request: RequestState, now: float) -> bool:

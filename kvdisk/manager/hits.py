@@ -4,6 +4,7 @@ Scheduler thread only."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,14 +25,28 @@ class LoadedBlocks(NamedTuple):
     """What a load brings, block by block: its group, its position there, and the tier that it comes
     from; 0: none."""
 
-    groups: NDArray[np.uint8]
-    positions: NDArray[np.intp]
-    tiers: NDArray[np.uint8]
+    groups: bytes
+    positions: array[int]
+    tiers: bytes
+
+    def before(self, position: int) -> LoadedBlocks:
+        """Return the blocks of all groups that are before this position."""
+        groups, positions, tiers = self.as_arrays()
+        chosen = positions < position
+        return LoadedBlocks(groups[chosen].tobytes(), array("q", positions[chosen].tobytes()), tiers[chosen].tobytes())
+
+    def as_arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
+        """Return the columns as arrays that share their memory."""
+        return (
+            np.frombuffer(self.groups, np.uint8),
+            np.frombuffer(self.positions, np.int64),
+            np.frombuffer(self.tiers, np.uint8),
+        )
 
 
 _FEW = 32
-"""Up to so many blocks lists are faster than arrays."""
-_NOTHING = LoadedBlocks(np.empty(0, np.uint8), np.empty(0, np.intp), np.empty(0, np.uint8))
+"""Up to so many blocks what Python loops over is faster than arrays."""
+_NOTHING = LoadedBlocks(b"", array("q"), b"")
 
 
 class HitCounts:
@@ -56,6 +71,10 @@ class HitCounts:
         self._stats = parts.stats
         self._tiers = tiers
         self._sources = HIT_TIERS if parts.config.remote else KEPT_TIERS
+        self._nothing = dict.fromkeys(self._sources, 0)
+        there = [tier for tier in self._sources if tier is Tier.REMOTE or tiers.get(tier) is not None]
+        self._counted = [(tier, tier.label) for tier in reversed(there)]
+        """The tiers that there are, the slowest first, and their labels."""
         self._threshold = threshold
         self._tell = tell
         self._began: tuple[float, int] | None = None
@@ -87,7 +106,6 @@ class HitCounts:
         start_tokens, limit_tokens = asked.start_tokens, asked.limit_tokens
         step = self._geometry.alignment_tokens
         end_tokens, hit_end_tokens = max(start_tokens, limit_tokens // step * step), start_tokens + loaded_tokens
-        counts = np.bincount(blocks.tiers, minlength=len(Tier)).tolist()
         tokens = request.hit_tokens = self._tokens_by_tier(start_tokens, loaded_tokens, blocks)
         missed_tokens, missed_blocks = max(0, end_tokens - hit_end_tokens), 0
         for group in self._geometry.groups:
@@ -102,15 +120,16 @@ class HitCounts:
             miss = Miss.SHORT
         elif missed_tokens:
             miss, asked_ago_s = self._why(request, asked, hit_end_tokens)
-        for tier in reversed(self._sources):  # what a slower one has, those before it have missed
-            if tier is not Tier.REMOTE and self._tiers.get(tier) is None:
-                continue
-            found = {"hit_tokens": tokens[tier], "hit_blocks": counts[tier]}
-            missed = {"missed_tokens": missed_tokens, "missed_blocks": missed_blocks}
-            for name, count in (found | missed).items():
-                self._stats.add(f"{name}.{tier.label}", count)
-            missed_tokens += found["hit_tokens"]
-            missed_blocks += found["hit_blocks"]
+        for tier, label in self._counted:  # what a slower one has, those before it have missed
+            found_tokens, found_blocks = tokens[tier], blocks.tiers.count(tier)
+            if found_tokens or found_blocks:
+                self._stats.add(f"hit_tokens.{label}", found_tokens)
+                self._stats.add(f"hit_blocks.{label}", found_blocks)
+            if missed_tokens or missed_blocks:
+                self._stats.add(f"missed_tokens.{label}", missed_tokens)
+                self._stats.add(f"missed_blocks.{label}", missed_blocks)
+            missed_tokens += found_tokens
+            missed_blocks += found_blocks
         request.outcome = RequestOutcome(
             request.request_id, request.prompt_tokens, asked.total_tokens, start_tokens, tokens, miss, asked_ago_s
         )
@@ -136,9 +155,7 @@ class HitCounts:
             groups = self._geometry.groups
             kept = first_failed * groups[0].block_tokens - outcome.gpu_tokens
             kept = max(0, kept) if len(groups) == 1 and groups[0].reads_all else 0
-            before = blocks.positions < first_failed
-            brought = LoadedBlocks(blocks.groups[before], blocks.positions[before], blocks.tiers[before])
-            tokens = self._tokens_by_tier(outcome.gpu_tokens, kept, brought)
+            tokens = self._tokens_by_tier(outcome.gpu_tokens, kept, blocks.before(first_failed))
             outcome = outcome._replace(tokens=tokens, miss=Miss.LOAD_FAILED, asked_ago_s=None)
         rate, saved_s = self._threshold.rate, None
         if rate and load_s is not None:
@@ -233,16 +250,16 @@ class HitCounts:
         """Return how a load divides: a token is of the slowest tier that a block of its groups is
         in. A state that is alone stands for all tokens before it."""
         if not tokens:
-            return dict.fromkeys(self._sources, 0)
+            return self._nothing.copy()
         # Of a unit the GPU may have a part: what is loaded is whole blocks of the engine's.
         groups, grain, first = self._geometry.groups, self._geometry.hash_tokens, self._tiers.first.tier
-        if blocks.tiers.max(initial=first) == first:
-            return dict.fromkeys(self._sources, 0) | {first: tokens // grain * grain}
+        if max(blocks.tiers, default=0) <= first:
+            return self._nothing | {first: tokens // grain * grain}
         only_states = all(group.state_tokens is not None for group in groups)
         if len(blocks.tiers) <= _FEW:
             few = bytearray([first]) * (tokens // grain)
-            columns = (column.tolist() for column in (blocks.tiers, blocks.groups, blocks.positions))
-            for tier, group_at, position in sorted(zip(*columns, strict=True)):  # the slowest last
+            columns = zip(blocks.tiers, blocks.groups, blocks.positions, strict=True)
+            for tier, group_at, position in sorted(columns):  # the slowest last
                 size = groups[group_at].block_tokens
                 begin, end = position * size - start_tokens, (position + 1) * size - start_tokens
                 begin, end = 0 if only_states else max(0, begin) // grain, min(end // grain, len(few))
@@ -250,11 +267,12 @@ class HitCounts:
                     few[begin:end] = bytes([tier]) * (end - begin)
             return {tier: few.count(tier) * grain for tier in self._sources}
         slowest = np.full(tokens // grain, first, np.uint8)
-        is_slower = blocks.tiers > first
+        of_group, positions, of_tier = blocks.as_arrays()
+        is_slower = of_tier > first
         for group in groups:
-            chosen = is_slower & (blocks.groups == group.group)
-            tiers = blocks.tiers[chosen]
-            firsts = blocks.positions[chosen] * group.block_tokens - start_tokens
+            chosen = is_slower & (of_group == group.group)
+            tiers = of_tier[chosen]
+            firsts = positions[chosen] * group.block_tokens - start_tokens
             for tier in np.unique(tiers):  # the slowest last, over what others have said
                 ends = np.minimum((firsts[tiers == tier] + group.block_tokens) // grain, len(slowest))
                 begins = np.zeros_like(ends) if only_states else np.maximum(0, firsts[tiers == tier]) // grain

@@ -116,7 +116,7 @@ class Transfers:
         """Queue a job for the next plan. ``moves``, ``details``: of each of its blocks.
         ``request_id``: of a load."""
         assert len(moves) == len(details)
-        kept = moves if isinstance(moves, StoreMoves) else tuple(moves)
+        kept = moves if type(moves) is StoreMoves else tuple(moves)
         job = Job(JobId(self._next_id), kind, kept, epoch, request_id, home, segment, arrival, more)
         self._next_id += 1
         record = self._records[job.id] = JobRecord(job, details)
@@ -265,6 +265,8 @@ class StoreSources:
         copied.
         """
         self._note_reused()
+        if not self._reused:
+            return ()
         found = tuple(dict.fromkeys(record.job.id for _, record in self._reused))
         for block, record in self._reused:
             if block in overwritten:
@@ -284,5 +286,5 @@ class StoreSources:
 def _gpu_blocks_of(record: JobRecord) -> list[int]:
     moves = record.job.moves
     return list(
-        chain.from_iterable(moves.gpu_blocks if isinstance(moves, StoreMoves) else [each.gpu_blocks for each in moves])
+        chain.from_iterable(moves.gpu_blocks if type(moves) is StoreMoves else [each.gpu_blocks for each in moves])
     )

@@ -10,7 +10,7 @@ that the later jobs find them. vLLM hears of one load: workers report it when it
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +36,7 @@ _FEW = 32
 _STRETCH = 1024
 """Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
+_TIER_OF = {int(tier): tier for tier in HIT_TIERS}
 
 
 class GpuLoads:
@@ -111,13 +112,17 @@ class GpuLoads:
 class Rest:
     """What of a long load is planned job by job, the head of its prompt first.
 
-    ``gpu_blocks``, ``rows``: of all its blocks; ``gpu_blocks``: a row of ids for each, NO_BLOCK for
-    what is not filled; ``rows``: NONE where no copy is pinned. ``order``: of their places there, in
-    which they are planned. ``planned``: how many are.
+    ``gpu_blocks``, ``rows``, ``groups``, ``positions``, ``tiers``: of all its blocks;
+    ``gpu_blocks``: a row of ids for each, NO_BLOCK for what is not filled; ``rows``: NONE where no
+    copy is pinned. ``order``: of their places there, in which they are planned. ``planned``: how
+    many are.
     """
 
     gpu_blocks: NDArray[np.int32]
     rows: NDArray[np.intp]
+    groups: NDArray[np.uint8]
+    positions: NDArray[np.intp]
+    tiers: NDArray[np.uint8]
     order: NDArray[np.intp]
     planned: int = 0
 
@@ -148,7 +153,7 @@ class Load:
     rest: Rest | None = None
     gpu_blocks: Sequence[tuple[int, ...]] = ()
     id: JobId | None = None
-    arrived: Counter[int] = field(default_factory=Counter)
+    arrived: dict[int, int] = field(default_factory=dict)
     jobs: set[JobId] = field(default_factory=set)
     failed: list[tuple[int, int]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
@@ -218,13 +223,16 @@ class LoadJobs:
         """See ``TierManager.plan_load``."""
         end_tokens = local_tokens + external_tokens
         groups = self._geometry.groups
+        stretches, blocks = list[tuple[int, int]](), 0
         for group in groups:
-            self._demand.reach(request, group.group, min(1, end_tokens // group.block_tokens))
-        stretches = [(local_tokens // group.block_tokens, end_tokens // group.block_tokens) for group in groups]
+            first, stop = local_tokens // group.block_tokens, end_tokens // group.block_tokens
+            self._demand.reach(request, group.group, min(1, stop))
+            stretches.append((first, stop))
+            blocks += stop - first
         # A short hit does not wait for a long one.
         most = max(1, SHARES[Kind.LOADS].blocks // 8, self._work.left(Kind.LOADS))
         reads: list[Read] = []
-        if sum([stop - first for first, stop in stretches]) <= min(_FEW, most):
+        if blocks <= min(_FEW, most):
             load, reads = self._find_few(request, stretches, block_ids)
         else:
             load = self._find(request, stretches, block_ids)
@@ -234,7 +242,7 @@ class LoadJobs:
         self._state.taken_blocks += len(load.keys)
         self._hits.scheduled(request, external_tokens, load.blocks)
         if load.rest is not None:
-            reads = self._reads(load, load.rest, self._within(load, load.rest, most))
+            reads = self._reads(load, load.rest, self._within(load.rest, most))
         self._work.spend(Kind.LOADS, self._plan_job(load, reads))
         assert load.id is not None
         request.load_job = load.id
@@ -246,13 +254,13 @@ class LoadJobs:
     def _plan_rest(self, load: Load, rest: Rest) -> Work:
         """Plan more of a load that has begun, a job in each step."""
         while rest:
-            yield self._plan_job(load, self._reads(load, rest, self._within(load, rest, self._work.left(Kind.LOADS))))
+            yield self._plan_job(load, self._reads(load, rest, self._within(rest, self._work.left(Kind.LOADS))))
 
-    def _within(self, load: Load, rest: Rest, most: int) -> int:
+    def _within(self, rest: Rest, most: int) -> int:
         """Return how many blocks of a load come within so many looks: one that leaves a copy in
         memory takes two."""
         arrival = self._tiers.arrival_tier
-        tiers = load.blocks.tiers[rest.order[rest.planned : rest.planned + most]]
+        tiers = rest.tiers[rest.order[rest.planned : rest.planned + most]]
         return most if arrival is None or (tiers == arrival.tier).all() else max(1, most // 2)
 
     def _find_few(
@@ -261,23 +269,27 @@ class LoadJobs:
         """Return the load of a short hit, and its reads. ``stretches``: the blocks of each group
         that a hit covers, from where to where."""
         reads: list[Read] = []
+        keys, gpu_blocks = list[BlockKey](), list[tuple[int, ...]]()
+        groups, positions, tiers = bytearray(), array("q"), bytearray()
         for group, (first, stop) in zip(self._geometry.groups, stretches, strict=True):
-            each, given = group.gpu_blocks, block_ids[group.group]
-            for at, key in enumerate(request.keys[group.group][first:stop], first):
-                of_block = given[at * each : (at + 1) * each]
-                if any(of_block):  # vLLM gave it: see _given
-                    filled = tuple([block or NO_BLOCK for block in of_block])
-                    reads.append(Read(key, None, filled, group.group, at, tenant=request.tenant))
+            each, number = group.gpu_blocks, group.group
+            given = block_ids[number]
+            for at, key in enumerate(request.keys[number][first:stop], first):
+                filled = tuple(given[at * each : (at + 1) * each])
+                if any(filled):  # vLLM gave it: see _given
+                    if not all(filled):
+                        filled = tuple([block or NO_BLOCK for block in filled])
+                    reads.append(Read(key, None, filled, number, at, tenant=request.tenant))
+                    keys.append(key)
+                    gpu_blocks.append(filled)
+                    groups.append(number)
+                    positions.append(at)
         self._copies.pin_sources(reads, request.load_tiers)
         for read in reads:
+            tiers.append(read.source or 0)
             if read.row == NONE:
                 read.parent = request.parent(read.group, read.position)
-        blocks = LoadedBlocks(
-            np.array([read.group for read in reads], np.uint8),
-            np.array([read.position for read in reads], np.intp),
-            np.array([read.source or 0 for read in reads], np.uint8),
-        )
-        keys, gpu_blocks = [read.key for read in reads], [read.gpu_blocks for read in reads]
+        blocks = LoadedBlocks(bytes(groups), positions, bytes(tiers))
         return Load(request, blocks, keys, gpu_blocks=gpu_blocks), reads
 
     def _find(
@@ -304,10 +316,11 @@ class LoadJobs:
         for at in np.flatnonzero(tiers == 0).tolist() if hints else ():
             if keys[at] in hints:
                 tiers[at] = self._hints.tier_of(keys[at], request.load_tiers)
-        blocks = LoadedBlocks(np.concatenate(groups), np.concatenate(positions), tiers)
+        numbers, places = np.concatenate(groups), np.concatenate(positions)
+        blocks = LoadedBlocks(numbers.tobytes(), array("q", places.tobytes()), tiers.tobytes())
         is_short = 2 * len(keys) <= SHARES[Kind.LOADS].blocks  # one job has them, whatever else waits
         order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
-        rest = Rest(np.concatenate(gpu_blocks), rows, order)
+        rest = Rest(np.concatenate(gpu_blocks), rows, numbers, places, tiers, order)
         return Load(request, blocks, keys, rest)
 
     def _plan_job(self, load: Load, reads: list[Read]) -> int:
@@ -334,17 +347,17 @@ class LoadJobs:
     def _reads(self, load: Load, rest: Rest, most: int) -> list[Read]:
         """Return the reads of up to so many blocks that come next. What nobody has any more has no
         source."""
-        blocks, taken = load.blocks, rest.take(most)
-        gone = self._copies.let_go_unreadable(rest.rows[taken], blocks.tiers[taken])
+        taken = rest.take(most)
+        gone = self._copies.let_go_unreadable(rest.rows[taken], rest.tiers[taken])
         rest.rows[taken[gone]] = NONE
-        rows, tiers = rest.rows[taken].tolist(), blocks.tiers[taken].tolist()
+        rows, tiers = rest.rows[taken].tolist(), rest.tiers[taken].tolist()
         reads = [
             Read(load.keys[at], None, gpu_blocks, group, position, row, tenant=load.request.tenant)
             for at, gpu_blocks, group, position, row in zip(
                 taken.tolist(),
-                self._gpu_blocks(load, rest, taken),
-                blocks.groups[taken].tolist(),
-                blocks.positions[taken].tolist(),
+                self._gpu_blocks(rest, taken),
+                rest.groups[taken].tolist(),
+                rest.positions[taken].tolist(),
                 rows,
                 strict=True,
             )
@@ -360,11 +373,11 @@ class LoadJobs:
             self._copies.read_from(tier, found.get(tier, ()))
         return reads
 
-    def _gpu_blocks(self, load: Load, rest: Rest, taken: NDArray[np.intp]) -> list[tuple[int, ...]]:
+    def _gpu_blocks(self, rest: Rest, taken: NDArray[np.intp]) -> list[tuple[int, ...]]:
         """Return the GPU blocks of some blocks."""
         found = list(zip(*rest.gpu_blocks[taken].T.tolist(), strict=True))
         if min(self._counts) < self._most_gpu_blocks:
-            groups = load.blocks.groups[taken].tolist()
+            groups = rest.groups[taken].tolist()
             found = [blocks[: self._counts[group]] for blocks, group in zip(found, groups, strict=True)]
         return found
 
@@ -376,19 +389,24 @@ class LoadJobs:
         later jobs would evict what the earlier ones have left.
         """
         arrival = self._tiers.arrival_tier
-        if arrival is None:
+        tier = None if arrival is None else arrival.tier
+        others = [
+            read for read in reads if read.source is not None and read.source is not tier and self._may_arrive(read)
+        ]
+        if arrival is None or not others:
             return 0
         # In the order of the prompt: where room is short, as much is kept of every group.
-        others = sorted(
-            (read for read in reads if read.source not in {None, arrival.tier} and self._may_arrive(read)),
-            key=lambda read: (read.position + 1) * self._geometry.groups[read.group].block_tokens,
-        )
-        most = [max(0, total - load.arrived[size_class]) for size_class, total in enumerate(arrival.pool.total)]
+        groups, size_classes = self._geometry.groups, self._geometry.size_classes
+        others.sort(key=lambda read: (read.position + 1) * groups[read.group].block_tokens)
+        of_load = load.arrived
+        most = [max(0, total - of_load.get(size_class, 0)) for size_class, total in enumerate(arrival.pool.total)]
         slots = self._copies.take_arriving(others, most=most).slots
         arrived = [(read, slot) for read, slot in zip(others, slots, strict=True) if slot is not None]
         if arrived:
             self._copies.begin_arrivals(*zip(*arrived, strict=True))
-        load.arrived.update(self._geometry.size_classes[read.group] for read, _ in arrived)
+        for read, _ in arrived:
+            size_class = size_classes[read.group]
+            of_load[size_class] = of_load.get(size_class, 0) + 1
         return len(arrived)
 
     def _may_arrive(self, read: Read) -> bool:
@@ -400,6 +418,8 @@ class LoadJobs:
     @property
     def unplanned(self) -> Collection[str]:
         """The requests with blocks that no job has yet."""
+        if not self._work.has(Kind.LOADS):
+            return ()
         loads = self._work.owners(Kind.LOADS)
         return [load.request.request_id for load in loads if isinstance(load, Load) and not load.is_planned]
 
@@ -434,9 +454,9 @@ class LoadJobs:
         self._work.cancel(load)
         at = int(rest.order[rest.planned])
         left = rest.take(len(rest))
-        self._copies.let_go(rest.rows[left], load.blocks.tiers[left])
-        group, position = int(load.blocks.groups[at]), int(load.blocks.positions[at])
-        (gpu_blocks,) = self._gpu_blocks(load, rest, np.array([at]))
+        self._copies.let_go(rest.rows[left], rest.tiers[left])
+        group, position = load.blocks.groups[at], load.blocks.positions[at]
+        (gpu_blocks,) = self._gpu_blocks(rest, np.array([at]))
         self._add(load, [Move(load.keys[at], 0, gpu_blocks)], [MoveDetail(NONE, group, position)])
 
     def settle(self, record: JobRecord, now: float) -> bool:
@@ -458,8 +478,7 @@ class LoadJobs:
         del self._under_way[load.id]
         self.gpu_loads.end(load.id)
         if load.sent_s is not None and load.keys and not load.failed:
-            slowest = int(load.blocks.tiers.max())
-            self._threshold.loaded(HIT_TIERS[HIT_TIERS.index(slowest)], now - load.sent_s)
+            self._threshold.loaded(_TIER_OF[max(load.blocks.tiers)], now - load.sent_s)
         if not load.is_left:
             self._end_of_request(load, now)
 
@@ -469,7 +488,7 @@ class LoadJobs:
         load_s = None if load.sent_s is None else max(0.0, now - load.sent_s)
         if load.is_void:
             blocks = load.blocks
-            load.failed = list(zip(blocks.groups.tolist(), blocks.positions.tolist(), strict=True))
+            load.failed = list(zip(blocks.groups, blocks.positions, strict=True))
         first_failed = min((position for _, position in load.failed), default=None)
         self._hits.loaded(request, load.blocks, first_failed, load_s)
         end_tokens = request.load_end_tokens

@@ -19,7 +19,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FILE_EPOCH, Geometry
 from kvdisk.index.base import Neighbours
 from kvdisk.manager import bounds
-from kvdisk.manager.admission import make_admission
+from kvdisk.manager.admission import AdmissionPolicy, make_admission
 from kvdisk.manager.ages import Ages
 from kvdisk.manager.block_jobs import BlockJobs
 from kvdisk.manager.copies import Copies
@@ -101,6 +101,10 @@ class TierManager:
         self.gauges = Gauges(parts.transfers, tiers, self._remote)
         self._silent_ranks = SilentRanks(parts.transfers, parts.config.io_deadline_s)
         admissions = [space.admission for space in tiers]
+        self._told_of_room = [
+            space for space in tiers if type(space.admission).note_room is not AdmissionPolicy.note_room
+        ]
+        """Tiers whose admission is told: others' ``note_room`` does nothing."""
         parts.work.open_when(Kind.SENDS, self._may_send)
         demand = self._demand = Demand(
             parts.history, admissions + ([self._remote.admission] if self._remote.admission else []), parts.work
@@ -296,6 +300,7 @@ class TierManager:
         self._history.note_time(now)
         for space in self._tiers:
             self._state.released += space.refresh(now)
+        for space in self._told_of_room:
             space.admission.note_room(*space.free_and_total)
         # A lower tier's room reaches the first one only through a demotion, which settles.
         self._state.released += self._tiers.first.is_searching

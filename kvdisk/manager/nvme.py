@@ -149,16 +149,23 @@ class NvmeSpace(TierSpace):
     # -- state -----------------------------------------------------------------------------------
 
     @property
+    def works(self) -> bool:
+        """See ``Room``."""
+        return not self._stopped
+
+    @property
+    def is_spent(self) -> bool:
+        """See ``Room``."""
+        return self._budget is not None and not self._budget.may_spend
+
+    @property
     def status(self) -> TierStatus:
         """The state of the tier now."""
-        works, is_spent = not self._stopped, self._budget is not None and not self._budget.may_spend
         # It may be in a segment that is being made or opened, or the first of its kind.
-        is_writable = works and self.segments.home_open and self._index_state is not IndexState.GONE
+        is_writable = self.works and self.segments.home_open and self._index_state is not IndexState.GONE
         comes = self.segments.is_opening or not all(self.pool.total) or all(self.pool.free)
         uncommitted = self._index_writable and self._ticket > self._committed  # steps do not help one that fails
-        return TierStatus(
-            works, is_spent, comes and is_writable and not is_spent, uncommitted, (self._ticket, self._committed)
-        )
+        return TierStatus(comes and is_writable and not self.is_spent, uncommitted, (self._ticket, self._committed))
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         free, total = super()._free_and_total_bytes()
@@ -208,14 +215,16 @@ class NvmeSpace(TierSpace):
             else:
                 self._opened(spec, now, next(iter(record.failed.values()), None))
         self.segments.on_settled(record, now, self._drops)
-        self._hide()
-        self._tell()
+        if record.failed or not record.job.moves:
+            self._hide()
+            self._tell()
 
     def _hide(self) -> None:
         """Let nobody read what is on a quarantined drive, is being dropped, or is away; before the
         engine is identified, anything."""
-        quarantined = self.segments.on_drives(self.segments.drives.quarantined)
-        unread = quarantined.union(self._ending, self.segments.away)
+        unread = self.segments.on_drives(self.segments.drives.quarantined)
+        if self._ending or self.segments.away:
+            unread = unread.union(self._ending, self.segments.away)
         self._catalog.hide(self.tier, unread if self._is_identified else frozenset(self.segments.specs))
 
     def _tell(self) -> None:
@@ -300,6 +309,8 @@ class NvmeSpace(TierSpace):
 
     def free_slots(self, size_class: int) -> int:
         """Return how many slots are free now, on drives that can be written."""
+        if len(self.segments.writable) == len(self.segments.drives):
+            return self.pool.free[size_class]
         return self.pool.free_on(size_class, self.segments.writable)
 
     def make_room(self, now: float, wanted: Sequence[int]) -> None:
@@ -312,9 +323,9 @@ class NvmeSpace(TierSpace):
         def made_share(size_class: int) -> float:
             return self.pool.total[size_class] / max(1, self.capacity[size_class])
 
-        for size_class in sorted(range(len(wanted)), key=made_share):
+        for size_class in sorted(range(len(wanted)), key=made_share) if self.update_writable(now) else ():
             wish, total = wanted[size_class], self.pool.total[size_class]
-            if not self.update_writable(now) or self.segments.defers_eviction(size_class, now):
+            if self.segments.defers_eviction(size_class, now):
                 continue
             spare = spare_slots(total)
             if self.segments.away and not self._is_wanted:

@@ -22,6 +22,7 @@ class PeerHints:
         self._state = StepState() if state is None else state
         self.neighbours = neighbours
         self.remote = remote
+        self._sources = [source for source in (neighbours, remote) if source.exists]
         self._asked: list[Asking] = []
         """Those that were asked for since the last ``absorb``, which knows the time."""
         self._now_s = 0.0
@@ -34,25 +35,25 @@ class PeerHints:
     @property
     def usable(self) -> Collection[BlockKey]:
         """Return the keys that a lookup may count as READY now."""
-        near, far = self.neighbours.usable_hints, self.remote.usable_hints
-        return _Either(near, far) if near and far else near or far
+        return self.usable_in(None)
 
     def usable_in(self, tiers: TierChoice) -> Collection[BlockKey]:
-        """Return the ``usable`` keys among those that are read as one of these tiers."""
-        if tiers is None:
-            return self.usable
-        near = self.neighbours.usable_hints if self.neighbours.tier in tiers else ()
-        far = self.remote.usable_hints if self.remote.tier in tiers else ()
-        return _Either(near, far) if near and far else near or far
+        """Return the ``usable`` keys among those that are read as one of these tiers; None: of
+        any."""
+        found: Collection[BlockKey] = ()
+        for source in self._sources:
+            if (tiers is None or source.tier in tiers) and (usable := source.usable_hints):
+                found = _Either(found, usable) if found else usable
+        return found
 
     @property
     def known(self) -> Collection[BlockKey]:
         """Return the keys of all that others are thought to have, though it may not be read now."""
-        return _Either(self.neighbours.hints, self.remote.hints)
+        return _Either(self.neighbours.hints, self.remote.hints) if self._sources else ()
 
     def ask(self, request: Asking) -> None:
         """Ask for what of a request's blocks this engine has not got. ``keys`` are up to date."""
-        if not self._state.is_identified:
+        if not self._sources or not self._state.is_identified:
             return
         tiers = request.load_tiers
         nearer: Collection[BlockKey] = ()
@@ -76,13 +77,14 @@ class PeerHints:
     def refresh(self, request: RequestState, now: float) -> None:
         """Take in answers before a request is looked up, and ask again where its question is long
         ago."""
-        self.absorb(now)
-        self.renew(request)
+        if self._sources:
+            self.absorb(now)
+            self.renew(request)
         request.looked_up = True
 
     def is_asking(self, request: Asking) -> bool:
         """Whether an answer to a request's questions is still to come."""
-        return self.neighbours.is_asking(request) or self.remote.is_asking(request)
+        return bool(self._sources) and any(source.is_asking(request) for source in self._sources)
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, and forget hints that are too old."""
@@ -90,8 +92,8 @@ class PeerHints:
         for request in self._asked:
             request.asked_s = now
         self._asked.clear()
-        self.neighbours.absorb(now)
-        self.remote.absorb(now)
+        for source in self._sources:
+            source.absorb(now)
 
     def take(self, key: BlockKey, tiers: TierChoice = None) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a block as of one of some tiers, and its generation; None:

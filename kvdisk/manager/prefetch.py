@@ -183,7 +183,7 @@ class Promotions:
         None is planned while a scheduled request waits for a prefetch, to let that finish first.
         """
         while line:
-            if any(space.status.works for space in self._tiers if space is not self._arrival) or self._config.remote:
+            if any(space.works for space in self._tiers if space is not self._arrival) or self._config.remote:
                 self._left = self._work.left(kind)
                 found = self._plan(kind, line)
                 if looked := found + self._work.left(kind) - max(0, self._left):

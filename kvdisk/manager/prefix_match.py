@@ -107,7 +107,7 @@ class _Run:
                 self._keep(0, 0)
             else:
                 self.add(reach, len(before), 0)
-        else:
+        elif self.rows:
             self._keep(start - self.start, len(self.rows))
         self.start = start
 
@@ -244,6 +244,8 @@ class Lookups:
             for group in (geometry.groups if coming > local_tokens else ())
             if not group.reads_all
         ]
+        if not windows:
+            return Hits(max(ready, local_tokens), max(coming, local_tokens))
         return Hits(
             _shorten([window.last_unready for window in windows], local_tokens, ready, step),
             _shorten([window.last_absent for window in windows], local_tokens, coming, step),

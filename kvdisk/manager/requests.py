@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, overload
 
-from kvdisk.blocks import BlockKey, JobId, Tier, make_block_key, make_block_keys
+from kvdisk.blocks import BlockKey, JobId, Tier, key_end, make_block_key, with_key_end
 from kvdisk.geometry import Geometry, GroupGeometry
 from kvdisk.manager import bounds
 from kvdisk.manager.prefix_match import Lookups
@@ -112,11 +112,11 @@ class BlockKeys(Sequence[BlockKey]):
     ``hashes``: those that are known; it may grow. ``hash_tokens``: what each of them covers.
     """
 
-    __slots__ = ("_gpu_scale", "_group", "_hashes", "_scale")
+    __slots__ = ("_end", "_gpu_scale", "_hashes", "_scale")
 
     def __init__(self, hashes: Sequence[bytes], group: GroupGeometry, hash_tokens: int) -> None:
         self._hashes = hashes
-        self._group = group.group
+        self._end = key_end(group.group)
         # Each hash covers its whole prefix, so the last one inside a block names the block.
         self._scale = group.block_tokens // hash_tokens
         self._gpu_scale = group.gpu_block_tokens // hash_tokens
@@ -133,14 +133,14 @@ class BlockKeys(Sequence[BlockKey]):
     def __getitem__(self, at: int | slice) -> BlockKey | list[BlockKey]:
         scale = self._scale
         if isinstance(at, slice):
-            start, stop, step = at.indices(len(self))
+            start, stop, step = at.indices(len(self._hashes) // scale)
             assert step > 0, "from the first on"
-            return make_block_keys(self._hashes[(start + 1) * scale - 1 : stop * scale : step * scale], self._group)
+            return with_key_end(self._hashes[(start + 1) * scale - 1 : stop * scale : step * scale], self._end)
         if at < 0:
             at += len(self)
         if not 0 <= at < len(self):
             raise IndexError(at)
-        return make_block_key(self._hashes[(at + 1) * scale - 1], self._group)
+        return BlockKey(self._hashes[(at + 1) * scale - 1] + self._end)
 
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self[:])
@@ -148,20 +148,22 @@ class BlockKeys(Sequence[BlockKey]):
     def of(self, positions: Sequence[int]) -> list[BlockKey]:
         """Return the keys of the blocks at these positions, which ascend."""
         if len(positions) == 1:
-            return [make_block_key(self._hashes[(positions[0] + 1) * self._scale - 1], self._group)]
+            return [self[positions[0]]]
         if positions and positions[-1] - positions[0] == len(positions) - 1:
             return self[positions[0] : positions[-1] + 1]
         scale = self._scale
-        return make_block_keys([self._hashes[(at + 1) * scale - 1] for at in positions], self._group)
+        return with_key_end([self._hashes[(at + 1) * scale - 1] for at in positions], self._end)
 
     def of_gpu(self, at: int) -> list[BlockKey]:
         """Return the keys that the engine knows the GPU blocks of a block by."""
         first, stop = at * self._scale, (at + 1) * self._scale
-        return make_block_keys(self._hashes[first + self._gpu_scale - 1 : stop : self._gpu_scale], self._group)
+        return with_key_end(self._hashes[first + self._gpu_scale - 1 : stop : self._gpu_scale], self._end)
 
     def before(self, positions: Sequence[int]) -> list[BlockKey | None]:
         """Return of each of these blocks, whose positions ascend, the key of the one before it;
         None of the first."""
+        if len(positions) == 1:
+            return [self[positions[0] - 1] if positions[0] else None]
         found: list[BlockKey | None] = [None] if positions and not positions[0] else []
         return found + self.of([at - 1 for at in positions[len(found) :]])
 
@@ -173,7 +175,8 @@ class RequestState:
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``keys``: by group, of those that were there at the last ``update_keys``. ``arrival``: its
     number in order of arrival; the manager does not keep at what time that was. ``tenant``: the
-    digest of its salt, 0: it has none. ``stale``: what it has computed is of weights that are gone,
+    digest of its salt, 0: it has none. ``load_tiers``: those that it may load from; None: all.
+    ``stale``: what it has computed is of weights that are gone,
     and nothing of it is stored; until it starts again.
     """
 
@@ -185,6 +188,7 @@ class RequestState:
     arrival: int = 0
     tenant: int = 0
     keys: tuple[BlockKeys, ...] = field(init=False)
+    load_tiers: frozenset[Tier] | None = field(init=False)
     stale: bool = False
     counted: list[int] = field(default_factory=list)
     """By group: how many of its blocks are counted as wanted."""
@@ -255,6 +259,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.first_prompt_tokens = self.prompt_tokens
+        self.load_tiers = self.limits.load_tiers
         hash_tokens = self.geometry.hash_tokens
         self.keys = tuple([BlockKeys(self.known_hashes, group, hash_tokens) for group in self.geometry.groups])
         self.forget_gpu_blocks()
@@ -276,11 +281,6 @@ class RequestState:
                 if tokens % other.block_tokens == 0:
                     return keys[other.group][tokens // other.block_tokens - 1]
         return keys[group][at - 1] if at else None
-
-    @property
-    def load_tiers(self) -> frozenset[Tier] | None:
-        """The tiers that it may load from; None: all."""
-        return self.limits.load_tiers
 
     def forget_gpu_blocks(self) -> None:
         """Its GPU blocks are gone, or may hold what is wrong: it reaches again what it computes."""

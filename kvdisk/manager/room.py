@@ -33,14 +33,11 @@ from kvdisk.manager.standings import PINNED
 class TierStatus(NamedTuple):
     """The state of a tier; the defaults are those of one that can always be written.
 
-    ``works``: False once the tier is off for good. ``is_spent``: whether it was a budget that
-    forbade writing at the last ``update_writable``. ``has_room_soon``: whether there is room, or
-    it comes without an eviction. ``uncommitted``: whether steps are needed until a commit.
-    ``tickets``: of the last change that is to be committed, and of the last that is known to be.
+    ``has_room_soon``: whether there is room, or it comes without an eviction. ``uncommitted``:
+    whether steps are needed until a commit. ``tickets``: of the last change that is to be
+    committed, and of the last that is known to be.
     """
 
-    works: bool = True
-    is_spent: bool = False
     has_room_soon: bool = False
     uncommitted: bool = False
     tickets: tuple[int, int] = (0, 0)
@@ -107,6 +104,16 @@ class Room(ABC):
     # -- state -------------------------------------------------------------------------------------
 
     @property
+    def works(self) -> bool:
+        """False once the tier is off for good."""
+        return True
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it was a budget that forbade writing at the last ``update_writable``."""
+        return False
+
+    @property
     def status(self) -> TierStatus:
         """The state of the tier now."""
         return _ALWAYS
@@ -120,10 +127,11 @@ class Room(ABC):
         return free // unit, total // unit
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
-        pool, sizes = self.pool, self._geometry.slot_sizes
-        slots = (map(int.__add__, pool.free, pool.awaiting), pool.total)
-        free, total = (sum(map(int.__mul__, counts, sizes)) * self._slots_per_block for counts in slots)
-        return free, total
+        pool, free, total = self.pool, 0, 0
+        for size_class, size in enumerate(self._geometry.slot_sizes):
+            free += (pool.free[size_class] + pool.awaiting[size_class]) * size
+            total += pool.total[size_class] * size
+        return free * self._slots_per_block, total * self._slots_per_block
 
     @property
     def is_searching(self) -> bool:
@@ -219,8 +227,9 @@ class Room(ABC):
         them, whatever the next tier takes. ``most``: blocks by size class. A tier that cannot
         always be written is taken as the last ``update_writable`` found it.
         """
-        if self.share is None and most is None and not self._needs_all:  # all are alike
-            found = self.allocate(0, len(classes), keep_dirty=keep_dirty)
+        if self.share is None and not self._needs_all:  # all are alike
+            count = len(classes) if most is None else min(len(classes), most[0])
+            found = self.allocate(0, count, keep_dirty=keep_dirty)
             return [*found, *repeat(None, len(classes) - len(found))], 0
         wanted = range(len(classes)) if most is None else _within(classes, most)
         places = self._fit_to_share(wanted, classes, tenants, in_order=in_order, keep_dirty=keep_dirty)
@@ -399,7 +408,7 @@ class Room(ABC):
         also copies that a neighbour has; all of these leave as soon as the tier below has them.
         """
         below, dirty = self.below, self.dirty
-        if below is not None and dirty is not None and below.status.works:
+        if below is not None and dirty is not None and below.works:
             queued = dirty.add(below._admitted(dirty.lacking(rows, own=own)), whole=self._needs_all)
             if own:
                 dirty.defer(queued)
@@ -412,9 +421,11 @@ class Room(ABC):
         comes before its head.
         """
         below, dirty = self.below, self.dirty
-        if below is None or dirty is None or not below.status.works:
+        if below is None or dirty is None or not below.works:
             return rows
         lacking = dirty.lacking(rows)
+        if not lacking:
+            return rows
         admitted = below._admitted(lacking)
         stay, parent_rows = set(dirty.add(admitted)), self._catalog.parent_rows
         dirty.defer(stay)
@@ -425,11 +436,13 @@ class Room(ABC):
             else:
                 leaving.append(row)
         lost = set(lacking).intersection(leaving)
+        if not lost:
+            return leaving
         unserved = lost.intersection(admitted)
         beyond_share = sum(map(below._is_beyond_share, unserved)) if below.share is not None else 0
         self._stats.add("evicted_unwritten.reuse", len(lost) - len(unserved))
         self._stats.add("evicted_unwritten.share", beyond_share)
-        why = "evicted_unwritten.budget" if below.status.is_spent else "evicted_unwritten.room"
+        why = "evicted_unwritten.budget" if below.is_spent else "evicted_unwritten.room"
         self._stats.add(why, len(unserved) - beyond_share)
         return leaving
 

@@ -55,16 +55,33 @@ class RowLists:
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their lists; those that are in none are ignored."""
         olders, newers, numbers, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
-        for row in dict.fromkeys(self.held(rows)):
-            older, newer = olders[row + ends], newers[row + ends]
-            newers[older], olders[newer] = newer, older
-            counts[numbers[row]] -= 1
-            numbers[row] = _NO_LIST
+        end = len(numbers)
+        for row in rows:
+            number = numbers[row] if row < end else _NO_LIST
+            if number != _NO_LIST:
+                older, newer = olders[row + ends], newers[row + ends]
+                newers[older], olders[newer] = newer, older
+                counts[number] -= 1
+                numbers[row] = _NO_LIST
 
-    def move(self, row: int, number: int) -> None:
-        """Make a row that is in a list the newest of another, or of the same."""
-        self.remove((row,))
-        self.append((row,), (number,))
+    def move(self, rows: Iterable[int], numbers: Iterable[int]) -> None:
+        """Make each row in turn the newest of another list, or of the same; those that are in none
+        are ignored."""
+        olders, newers, number_of, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
+        end = len(number_of)
+        for row, number in zip(rows, numbers, strict=True):
+            before = number_of[row] if row < end else _NO_LIST
+            if before == _NO_LIST:
+                continue
+            place = row + ends
+            older, newer = olders[place], newers[place]
+            newers[older], olders[newer] = newer, older
+            newest = olders[number]
+            newers[newest] = olders[number] = place
+            olders[place], newers[place] = newest, number
+            number_of[row] = number
+            counts[before] -= 1
+            counts[number] += 1
 
     def insert_before(self, row: int, newer: int) -> None:
         """Put a row that is in no list before one that is in some."""

@@ -113,6 +113,9 @@ class NvmeLayout:
         )
 
 
+_NO_DRIVES = _NONE = frozenset[int]()
+
+
 class _Pause(Enum):
     """What may not be done to a drive for a while, and how long."""
 
@@ -147,10 +150,14 @@ class Drives:
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return frozenset(drive for drive, pause in self._ends_s if pause is _Pause.ALL)
+        return (
+            frozenset([drive for drive, pause in self._ends_s if pause is _Pause.ALL]) if self._ends_s else _NO_DRIVES
+        )
 
     def refresh(self, now: float) -> bool:
         """End the pauses that are over; return whether there were any."""
+        if not self._ends_s:
+            return False
         over = [place for place, end_s in self._ends_s.items() if now >= end_s]
         for drive, pause in over:
             del self._ends_s[drive, pause]
@@ -165,7 +172,8 @@ class Drives:
 
     def writable(self, now: float) -> list[int]:
         """Return the drives that may be written."""
-        return [drive for drive in range(len(self)) if self.may_write(drive, now)]
+        drives = range(len(self._failures))
+        return [drive for drive in drives if self.may_write(drive, now)] if self._ends_s else list(drives)
 
     def may_make(self, drive: int, now: float) -> bool:
         """Whether a segment may be made on a drive that may be written."""
@@ -457,9 +465,7 @@ class Segments:
 
     def on_drives(self, drives: Collection[int]) -> frozenset[int]:
         """Return the segments that lie on some drives."""
-        return (
-            frozenset(spec.segment for spec in self.specs.values() if spec.drive in drives) if drives else frozenset()
-        )
+        return frozenset([spec.segment for spec in self.specs.values() if spec.drive in drives]) if drives else _NONE
 
     def class_of(self, spec: SegmentSpec) -> int:
         """Return the size class of a segment's slots."""

@@ -12,11 +12,12 @@ from kvdisk.manager.parts import Parts
 from kvdisk.manager.remote import RemoteCopies
 from kvdisk.manager.requests import RequestState
 from kvdisk.manager.stores import StorePlanner
-from kvdisk.manager.tiers import Tiers
+from kvdisk.manager.tiers import Tiers, TierSpace
 from kvdisk.messages import JobKind, Reason
 
 _WRITES = frozenset({JobKind.STORE, JobKind.DEMOTE})
 _READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
+_SECONDS = {kind: f"job_seconds.{kind.name.lower()}" for kind in JobKind}
 
 
 class Settlement:
@@ -35,6 +36,8 @@ class Settlement:
         self._stats = parts.stats
         self._state = parts.state
         self._tiers = tiers
+        self._listening = [space for space in tiers if type(space).on_settled is not TierSpace.on_settled]
+        """Those that are told: others' ``on_settled`` does nothing."""
         self._stores = stores
         self._requests = requests
         self._remote = remote
@@ -44,7 +47,7 @@ class Settlement:
     def settle(self, record: JobRecord, now: float, now_s: int) -> None:
         """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
         if record.job.moves and record.sent_s is not None:
-            self._stats.observe(f"job_seconds.{record.job.kind.name.lower()}", max(0.0, now - record.sent_s))
+            self._stats.observe(_SECONDS[record.job.kind], max(0.0, now - record.sent_s))
         self._state.released += 1
         self._end(record, now, now_s)
 
@@ -55,7 +58,7 @@ class Settlement:
         self._end(record, 0.0, 0)
 
     def _end(self, record: JobRecord, now: float, now_s: int) -> None:
-        for space in self._tiers:
+        for space in self._listening:
             space.on_settled(record, now)
         if record.job.kind in _WRITES:
             self._end_write(record, now, now_s)
@@ -88,13 +91,11 @@ class Settlement:
         """End a load or a promotion: its sources, which were used or are bad, and the copies in
         memory it wrote."""
         if record.job.kind is JobKind.LOAD:
-            given_up = 0
-            if not record.by_key and not self._loads.settle(
-                record, now
-            ):  # what was never tried, because its request has ended
-                given_up = sum(reason is Reason.ABSENT for reason in record.failed.values())
+            goes_on = record.by_key or self._loads.settle(record, now)
             self._stats.add("loaded_blocks", len(record.details) - len(record.failed))
-            self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - given_up)
+            if record.failed:
+                never_tried = 0 if goes_on else sum(reason is Reason.ABSENT for reason in record.failed.values())
+                self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - never_tried)
         self._copies.end_reads(record)
         arrived = [at for at, detail in enumerate(record.details) if detail.target is not None]
         ready = self._end_arrivals(record, arrived, now_s) if arrived else 0

@@ -109,7 +109,7 @@ class StepWork:
         self._gates: dict[Kind, Callable[[float], bool]] = {}
         self._resting: set[tuple[Kind, object]] = set()
         """Who can do nothing more in this step."""
-        self._spent = dict.fromkeys(SHARES, 0)
+        self._spent: dict[Kind, int] = {}
         """Looks of this step, by kind."""
         self._beyond = 0
         """Looks of this step beyond the kinds' own shares."""
@@ -134,6 +134,11 @@ class StepWork:
     def has(self, kind: Kind, owner: object = None) -> bool:
         """Return whether work of a kind waits, of this owner or (None) of any."""
         return kind in self._waiting if owner is None else owner in self.owners(kind)
+
+    @property
+    def waits(self) -> bool:
+        """Whether any work waits."""
+        return bool(self._waiting)
 
     def owners(self, kind: Kind) -> Collection[object]:
         """Return whose work of a kind waits, the first first."""
@@ -168,15 +173,16 @@ class StepWork:
         if kind is self._unbounded:
             return 1 << 30
         share = SHARES[kind]
-        looks = max(0, share.blocks - self._spent[kind]) + max(0, SPARE_BLOCKS - self._beyond)
+        looks = max(0, share.blocks - self._spent.get(kind, 0)) + max(0, SPARE_BLOCKS - self._beyond)
         return -(-looks // share.cost)
 
     def spend(self, kind: Kind, blocks: int) -> None:
         """So many blocks were looked at. What cannot wait is, whatever is left: then nothing is
         spare, and the others have their shares."""
-        share, spent = SHARES[kind], self._spent[kind]
-        self._spent[kind] = spent + blocks * share.cost
-        self._beyond += max(0, self._spent[kind] - share.blocks) - max(0, spent - share.blocks)
+        share, before = SHARES[kind], self._spent.get(kind, 0)
+        after = self._spent[kind] = before + blocks * share.cost
+        if after > share.blocks:
+            self._beyond += after - max(before, share.blocks)
 
     @property
     def looks(self) -> int:
@@ -185,7 +191,8 @@ class StepWork:
 
     def end_step(self) -> None:
         """The plan is made: the next step has a budget of its own."""
-        self._spent, self._beyond = dict.fromkeys(SHARES, 0), 0
+        self._beyond = 0
+        self._spent.clear()
         self._resting.clear()
 
     # -- doing it ------------------------------------------------------------------------------
@@ -193,7 +200,7 @@ class StepWork:
     def run(self, now: float, *kinds: Kind) -> None:
         """Do what waits, of these kinds or of all, in their order, as far as the budget goes."""
         self.now = now
-        for kind in sorted(kinds) or SHARES:
+        for kind in (sorted(kinds) or SHARES) if self._waiting else ():
             if kind in self._waiting and self._is_open(kind, now):
                 for owner in tuple(self.owners(kind)):
                     if not self._go_on(kind, owner):
@@ -232,7 +239,7 @@ class StepWork:
     def is_pending(self, now: float, *, silent: bool) -> bool:
         """Return whether an engine that rests makes steps for what waits. ``silent``: jobs and
         commits have been silent for long."""
-        return any(
+        return bool(self._waiting) and any(
             SHARES[kind].keeps_awake and (SHARES[kind].when_silent or not silent) and self._is_open(kind, now)
             for kind in self._waiting
         )

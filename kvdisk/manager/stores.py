@@ -143,7 +143,7 @@ class StorePlanner:
             due = self._come_to(request, computed_tokens, block_ids, now)
             if due is None:
                 continue
-            if not self._may_join(due, together, keys):
+            if together and not self._may_join(due, together, keys):
                 self._offer(together, now)
                 together, keys = [], set()
             together.append(due)
@@ -169,13 +169,14 @@ class StorePlanner:
         if not together:
             return
         owners = [due.request.request_id for due in together for _ in due.offers.keys]
-        answer = self.store(Offers.joined([due.offers for due in together]), now, owners)
+        offers = together[0].offers if len(together) == 1 else Offers.joined([due.offers for due in together])
+        answer = self.store(offers, now, owners)
         taken, unserved = {*answer.taken.keys}, {*answer.unserved.keys}
-        for request, offers, later in together:
-            if not taken.isdisjoint(offers.keys):
+        for request, own, later in together:
+            if not taken.isdisjoint(own.keys):
                 request.back_off.accept()
-            if not unserved.isdisjoint(offers.keys):
-                each = zip(offers.keys, offers.groups, offers.positions, strict=True)
+            if not unserved.isdisjoint(own.keys):
+                each = zip(own.keys, own.groups, own.positions, strict=True)
                 later[:0] = [(group, at) for key, group, at in each if key in unserved]
                 if not self._target.is_searching:
                     request.back_off.refuse(self._state.released, now)
@@ -231,8 +232,10 @@ class StorePlanner:
     def _computed_blocks(self, tokens: int) -> int:
         """Return how many blocks a request has come to by computing ``tokens``: so many a step
         looks at of it in any case, or it would fall behind for ever."""
-        blocks = sum(-(-tokens // group.block_tokens) for group in self._geometry.groups)
-        return min(max(blocks, len(self._geometry.groups)), self._context.step_blocks)
+        groups, blocks = self._geometry.groups, 0
+        for group in groups:
+            blocks += -(-tokens // group.block_tokens)
+        return min(max(blocks, len(groups)), self._context.step_blocks)
 
     def _put_off_loaded(self, request: RequestState, storable_tokens: int, most: int) -> None:
         """Put off what a long load has brought, and what lies before it: later steps look at it.
@@ -575,6 +578,8 @@ class StorePlanner:
         keys, parents, groups = missing.keys, missing.parents, self._geometry.groups
         offered, hints = {*keys}, self._hints.known
         first = [(at, parent) for at, parent in enumerate(parents) if parent is not None and parent not in offered]
+        if not first:
+            return missing
         rows = self._catalog.find_all([parent for _, parent in first])
         gone: set[BlockKey | None] = {
             keys[at]
@@ -610,7 +615,7 @@ class StorePlanner:
             owners = [owner_of[key] for key in missing.keys]
         answer = self._intake.store(missing, now, owners=owners)
         if answer.unserved.keys:
-            why = "budget" if self._target.status.is_spent else "room"
+            why = "budget" if self._target.is_spent else "room"
             self._stats.add(f"refused_blocks.{why}", len(answer.unserved.keys) - answer.beyond_share)
             self._stats.add("refused_blocks.share", answer.beyond_share)
         if watched and answer.record is not None:

@@ -227,25 +227,33 @@ class MemorySpace(TierSpace):
             yield len(rows)
 
     def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:
-        rows = self._forgotten.of(size_class, count, tenant)
-        self.end(rows)
+        rows = self._forgotten.of(size_class, count, tenant) if self._forgotten else ()
+        if rows:
+            self.end(rows)
         return len(rows)
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         free, total = super()._free_and_total_bytes()
+        if not self._forgotten:
+            return free, total
         sizes = enumerate(self._geometry.slot_sizes)
         forgotten = sum(self._forgotten.slots(size_class) * size for size_class, size in sizes)
         return free + forgotten * self._slots_per_block, total
 
 
 class Tiers:
-    """The tiers that there are, the fastest first; None: there is no such tier."""
+    """The tiers that there are, the fastest first; None: there is no such tier.
+
+    ``first``: the fastest. ``arrival_tier``: the one where a load may leave a copy of what it reads
+    from a slower one, if any.
+    """
 
     def __init__(self, *tiers: TierSpace | None) -> None:
         self._tiers = {space.tier: space for space in tiers if space is not None}
         assert self._tiers
         self._spaces = tuple(self._tiers.values())
         self.first = self._spaces[0]
+        self.arrival_tier = self.first if self.first.in_memory else None
 
     def __iter__(self) -> Iterator[TierSpace]:
         return iter(self._spaces)
@@ -269,8 +277,3 @@ class Tiers:
     def pairs(self) -> Iterator[tuple[TierSpace, TierSpace]]:
         """Return each tier that copies move down from, and the one that they move to."""
         return pairwise(self)
-
-    @property
-    def arrival_tier(self) -> TierSpace | None:
-        """The tier where a load may leave a copy of what it reads from a slower one, if any."""
-        return self.first if self.first.in_memory else None

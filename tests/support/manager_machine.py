@@ -365,7 +365,7 @@ class ManagerMachine(Life, RuleBasedStateMachine):
         self.advance(LONGEST_QUARANTINE_S)
         for _ in range(PATIENCE_ROUNDS):
             self.end_round()
-        if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.status.works):
+        if self.parts.cpu is not None or (self.parts.nvme is not None and self.parts.nvme.works):
             self.watch.check_stored()
 
     def _run_until_quiet(self) -> None:

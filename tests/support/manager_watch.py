@@ -129,7 +129,7 @@ class ManagerWatch(Watch):
 
     def _is_wanted_on_nvme(self, key: BlockKey) -> bool:
         nvme = self.parts.nvme
-        if nvme is None or not nvme.status.works or self.parts.neighbour_has(key):
+        if nvme is None or not nvme.works or self.parts.neighbour_has(key):
             return False
         return self._is_admitted(self.sizes.config.nvme_admission, key)
 
@@ -808,7 +808,7 @@ def check_pins(parts: ManagerParts) -> None:
         assert isinstance(load, Load) and load.rest is not None
         rest = load.rest.order[load.rest.planned :]
         for tier in catalog.tiers:
-            rows = load.rest.rows[rest][load.blocks.tiers[rest] == tier]
+            rows = load.rest.rows[rest][load.rest.tiers[rest] == tier]
             expected.update((row, tier) for row in rows.tolist() if row >= 0)
     for row in catalog.rows():
         for tier in catalog.tiers:

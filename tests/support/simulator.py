@@ -195,12 +195,12 @@ class Simulation(Life):
         for _ in range(4):
             loaded = self._serve(prompt)
         nvme = self.parts.nvme
-        if self.parts.cpu is not None or (nvme is not None and nvme.status.works):
+        if self.parts.cpu is not None or (nvme is not None and nvme.works):
             assert loaded, f"nothing is stored or loaded any more: {prompt}"
 
     def _must_survive_a_restart(self) -> None:
         """What the index names is loaded by the next process."""
-        if self.parts.nvme is None or not self.parts.nvme.status.works or self.engine.weights:
+        if self.parts.nvme is None or not self.parts.nvme.works or self.engine.weights:
             return
         prompt = "".join(self._rng.choices("uvwxy", k=17))
         for _ in range(2):

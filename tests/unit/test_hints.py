@@ -22,9 +22,13 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
     """A neighbour's hints are not usable while too many of its files are being opened. What nobody
     has any more counts as near, as without a remote store."""
     neighbours = SimpleNamespace(
-        hints={KEY} if near else set(), usable_hints={KEY} if usable else set(), tier=Tier.NVME, take=lambda _: "near"
+        hints={KEY} if near else set(),
+        usable_hints={KEY} if usable else set(),
+        tier=Tier.NVME,
+        take=lambda _: "near",
+        exists=True,
     )
-    remote = SimpleNamespace(hints={KEY} if far else {}, take=lambda: "far", tier=Tier.REMOTE)
+    remote = SimpleNamespace(hints={KEY} if far else {}, take=lambda: "far", tier=Tier.REMOTE, exists=True)
     hints = PeerHints(neighbours, remote)
     assert hints.take(KEY) == source
     assert hints.tier_of(KEY) is (Tier.REMOTE if source == "far" else Tier.NVME)
@@ -34,8 +38,8 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
     ("tiers", "source"), [(None, "near"), ({Tier.NVME}, "near"), ({Tier.REMOTE}, "far"), ({Tier.CPU}, None)]
 )
 def test_of_two_that_have_a_block_one_is_read_that_may_be(tiers, source):
-    neighbours = SimpleNamespace(hints={KEY}, usable_hints={KEY}, tier=Tier.NVME, take=lambda _: "near")
-    remote = SimpleNamespace(hints={KEY}, usable_hints={KEY}, take=lambda: "far", tier=Tier.REMOTE)
+    neighbours = SimpleNamespace(hints={KEY}, usable_hints={KEY}, tier=Tier.NVME, take=lambda _: "near", exists=True)
+    remote = SimpleNamespace(hints={KEY}, usable_hints={KEY}, take=lambda: "far", tier=Tier.REMOTE, exists=True)
     hints = PeerHints(neighbours, remote)
     assert hints.take(KEY, tiers) == source
     assert bool(hints.usable_in(tiers)) == (source is not None)

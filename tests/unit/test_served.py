@@ -4,11 +4,11 @@ up."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from unittest import mock
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import given
 from tier_bench import TierBench
@@ -38,8 +38,8 @@ COUNTED = ("hit_tokens", "hit_blocks", "missed_tokens", "missed_blocks")
 
 def blocks_of(blocks: Iterable[tuple[int, int, int]]) -> LoadedBlocks:
     """Return blocks that each are a group, a position, and a tier, or 0."""
-    groups, positions, tiers = np.array(list(blocks)).T
-    return LoadedBlocks(groups.astype(np.uint8), positions, tiers.astype(np.uint8))
+    groups, positions, tiers = zip(*blocks, strict=True)
+    return LoadedBlocks(bytes(groups), array("q", positions), bytes(tiers))
 
 
 def counts_of(geometry: Geometry, tiers: Sequence[Tier]) -> HitCounts:
