@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvdisk.blocks import BlockKey, Tier, groups_of
 from kvdisk.manager.catalog import NONE, READY
-from kvdisk.manager.copies import Copies, Offers, Read
+from kvdisk.manager.copies import Copies, Offers, Read, moves_of
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.erasures import Erasures
 from kvdisk.manager.fetches import Fetches
@@ -191,7 +191,7 @@ class BlockJobs:
         found = [at for at, read in enumerate(reads) if read.source is not None]
         if not found:
             return None, found
-        moves, details = [reads[at].move for at in found], [reads[at].detail for at in found]
+        moves, details = moves_of([reads[at] for at in found])
         record = self._transfers.add(JobKind.LOAD, moves, details, epoch=self._state.epoch, arrival=arrival)
         record.by_key = True
         self.fetches.note_loads([move.key for move in moves if self._hints.remote.tier in move.slots])

@@ -696,7 +696,8 @@ class Catalog:
     def _change(self, rows: Iterable[int], tier: Tier, target: CopyState) -> None:
         """Bring copies to a state; count whether some block comes nearer to being loaded, or
         farther from it, in this tier and in all. A change in a hidden segment may count, too."""
-        columns, others, legal = self._columns[tier], self._others[tier], BEFORE[target]
+        columns, legal = self._columns[tier], BEFORE[target]
+        others = [(other, other.states, other.are_all_shown) for other in self._others[tier]]
         states = columns.states
         now, is_changed, is_noted = _PRESENCE_OF[target], False, False
         for row in rows:
@@ -705,8 +706,8 @@ class Catalog:
             states[row] = target
             if not is_noted and before != now:  # one is enough
                 nearer, is_changed, is_noted = max(before, now), True, True
-                for other in others:
-                    is_noted &= other.presence(row) < nearer
+                for other, of_other, is_shown in others:
+                    is_noted &= (_PRESENCE_OF[of_other[row]] if is_shown else other.presence(row)) < nearer
         # What becomes READY in a hidden segment is not on its way any more.
         is_gain, is_loss = now != ABSENT, now == ABSENT or bool(columns.hidden)
         columns.gains += is_changed and is_gain

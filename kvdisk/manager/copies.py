@@ -52,15 +52,12 @@ class Read:
     tenant: int = 0
     slots: dict[Tier, Slot] = field(default_factory=dict)
 
-    @property
-    def move(self) -> Move:
-        """What the workers are told."""
-        return Move(self.key, self.generation, self.gpu_blocks, self.slots, self.parent)
 
-    @property
-    def detail(self) -> MoveDetail:
-        """What is to be finished when it is settled."""
-        return MoveDetail(self.row, self.group, self.position, self.source, self.target)
+def moves_of(reads: Sequence[Read]) -> tuple[list[Move], list[MoveDetail]]:
+    """Return what a job of these reads is made of: what the workers are told, and what is to be
+    finished when it is settled."""
+    moves = [Move(read.key, read.generation, read.gpu_blocks, read.slots, read.parent) for read in reads]
+    return moves, [MoveDetail(read.row, read.group, read.position, read.source, read.target) for read in reads]
 
 
 class Offers(NamedTuple):
@@ -133,8 +130,6 @@ class Copies:
         self._arrival = tiers.arrival_tier
         self._hints = hints
         self._neighbours, self._remote = hints.neighbours, hints.remote
-        self._of_others = (hints.neighbours.tier, hints.remote.tier)
-        """What others' copies are read as; the first is this engine's own as well."""
 
     # -- reads begin -----------------------------------------------------------------------------
 
@@ -392,11 +387,12 @@ class Copies:
         """Give back the pins of sources, drop the bad ones, and note that the others were used."""
         ended: dict[Tier, _Ended] = {}
         reached: list[int] = []
+        of_others = {self._remote.tier, self._neighbours.tier} if self._neighbours.are_read else {self._remote.tier}
         is_load, groups = record.job.kind is JobKind.LOAD and not record.by_key, self._geometry.groups
         for at in reversed(range(len(record.details))):
             row, group, _, tier, _ = record.details[at]
             reason, late = record.failed.get(at), at in record.late
-            if tier in self._of_others and self._end_from_others(record, at, tier):
+            if tier in of_others and self._end_from_others(record, at, tier):
                 continue
             assert tier is not None or reason is not None, "nothing was read, and the move has not failed"
             if tier is None:

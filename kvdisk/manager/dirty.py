@@ -69,6 +69,11 @@ class Dirty:
         return row in self._rows
 
     @property
+    def contains(self) -> Callable[[int], bool]:
+        """The test whether a copy is dirty: to be used at once."""
+        return self._rows.__contains__
+
+    @property
     def counts(self) -> Sequence[int]:
         """How many copies are dirty, by size class."""
         return self._rows.counts

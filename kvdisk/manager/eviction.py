@@ -286,6 +286,24 @@ class EvictionPolicy:
         number = self._list_of[row] if row < len(self._list_of) else _NOT_HERE
         return math.inf if number == _NOT_HERE else self._worth(number, self._last[row])
 
+    def worths(self) -> Callable[[int], float]:
+        """Return ``worth_of`` for one search: of copies of a class that were used at once it finds
+        it once."""
+        numbers, last, end, worth = self._list_of, self._last, len(self._list_of), self._worth
+        known: dict[tuple[int, int], float] = {}
+
+        def worth_of(row: int) -> float:
+            number = numbers[row] if row < end else _NOT_HERE
+            if number == _NOT_HERE:
+                return math.inf
+            place = number, last[row]
+            found = known.get(place)
+            if found is None:
+                found = known[place] = worth(*place)
+            return found
+
+        return worth_of
+
     def _worth(self, number: int, last: int) -> float:
         return self.worth(number, last) if number < self.classes else _WORTH_OF[number - self.classes]
 
@@ -527,9 +545,12 @@ class TailFirst:
         """
         policy, parent_rows, tenants = self._policy, self._catalog.parent_rows, self._catalog.tenants
         staying: dict[int, int] = {}
+        worth_of = policy.worths()
         stateless = {row for row in self._stateless if tenants[row] == tenant} if tenant else self._stateless.copy()
         freed = sorted(
-            (self._worth_of(row, stateless), row) for row in stateless if not self._is_followed(row, found, staying)
+            (self._worth_of(row, stateless, worth_of), row)
+            for row in stateless
+            if not self._is_followed(row, found, staying)
         )
         heappush(freed, _NOBODY)
         proposals, given = policy.proposals_of(tenant) if tenant else policy.proposals(), set[int]()
@@ -561,12 +582,12 @@ class TailFirst:
                 if self._history.state_groups:
                     self._note_stateless(row, stateless, found)
                 if parent != proposed[1] or parent in stateless:  # else it comes by itself
-                    heappush(freed, (self._worth_of(parent, stateless), parent))
+                    heappush(freed, (self._worth_of(parent, stateless, worth_of), parent))
 
-    def _worth_of(self, row: int, stateless: Collection[int]) -> float:
+    def _worth_of(self, row: int, stateless: Collection[int], worth_of: Callable[[int], float]) -> float:
         if row in stateless and self._policy.standing(row) is None:
             return _STATELESS
-        return self._policy.worth_of(row)
+        return worth_of(row)
 
     def _is_followed(self, row: int, found: dict[int, None], staying: dict[int, int]) -> bool:
         """Whether a copy in the tier follows a row's that does not leave before it.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvdisk.blocks import HIT_TIERS, BlockKey, JobId, Tier
 from kvdisk.manager.catalog import NONE, READY
-from kvdisk.manager.copies import Copies, Read
+from kvdisk.manager.copies import Copies, Read, moves_of
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.hits import HitCounts, LoadedBlocks
 from kvdisk.manager.jobs import JobRecord, MoveDetail
@@ -326,7 +326,7 @@ class LoadJobs:
     def _plan_job(self, load: Load, reads: list[Read]) -> int:
         """Plan a job of these reads, which come next; return how many looks they take."""
         arrived = self._let_arrive(load, reads)
-        self._add(load, [read.move for read in reads], [read.detail for read in reads])
+        self._add(load, *moves_of(reads))
         return len(reads) + arrived
 
     def _add(self, load: Load, moves: list[Move], details: list[MoveDetail]) -> None:
@@ -390,14 +390,17 @@ class LoadJobs:
         """
         arrival = self._tiers.arrival_tier
         tier = None if arrival is None else arrival.tier
+        find = self._catalog.find  # of another's block no copy begins where this engine has a row
         others = [
-            read for read in reads if read.source is not None and read.source is not tier and self._may_arrive(read)
+            read
+            for read in reads
+            if read.source is not None and read.source is not tier and (read.row != NONE or find(read.key) == NONE)
         ]
         if arrival is None or not others:
             return 0
-        # In the order of the prompt: where room is short, as much is kept of every group.
         groups, size_classes = self._geometry.groups, self._geometry.size_classes
-        others.sort(key=lambda read: (read.position + 1) * groups[read.group].block_tokens)
+        if len(groups) > 1:  # in the order of the prompt: where room is short, as much is kept of every group
+            others.sort(key=lambda read: (read.position + 1) * groups[read.group].block_tokens)
         of_load = load.arrived
         most = [max(0, total - of_load.get(size_class, 0)) for size_class, total in enumerate(arrival.pool.total)]
         slots = self._copies.take_arriving(others, most=most).slots
@@ -408,10 +411,6 @@ class LoadJobs:
             size_class = size_classes[read.group]
             of_load[size_class] = of_load.get(size_class, 0) + 1
         return len(arrived)
-
-    def _may_arrive(self, read: Read) -> bool:
-        """Whether a read may begin a copy: of another's block none where this engine has a row."""
-        return read.row != NONE or self._catalog.find(read.key) == NONE
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -128,6 +128,11 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
         self._users[number] += 1
         return self.tier, Slot(number, copy.slot_index), copy.generation
 
+    @property
+    def are_read(self) -> bool:
+        """Whether a job on its way reads a neighbour's copy."""
+        return bool(self._open)
+
     def slot_of(self, move: Move) -> Slot | None:
         """Return the slot of a neighbour that a move reads; None: it reads none."""
         slot = move.slots.get(self.tier)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvdisk.blocks import BlockKey, JobId, group_of
 from kvdisk.manager import bounds
 from kvdisk.manager.catalog import ABSENT, NONE, READY
-from kvdisk.manager.copies import Copies, Read, Taken
+from kvdisk.manager.copies import Copies, Read, Taken, moves_of
 from kvdisk.manager.demand import Demand
 from kvdisk.manager.load_jobs import GpuLoads
 from kvdisk.manager.parts import Parts
@@ -377,7 +377,7 @@ class Promotions:
                 left.append(read)
         wanted.put_back(left)
         if made:
-            moves, details = [read.move for read in made], [read.detail for read in made]
+            moves, details = moves_of(made)
             record = self._transfers.add(JobKind.PROMOTE, moves, details, epoch=self._state.epoch)
             record.owners = [request_id] * len(moves)
             self._remote_jobs += [record.job.id] if is_remote else []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -372,10 +372,8 @@ class ReuseHistory:
     def _find_or_insert_many(self, hashes: NDArray[np.uint64], behind: int, visit: Visit) -> _FoundMany:
         """Do what ``_find_or_insert`` does, by arrays."""
         tags, times, marks, ticks, tempos = self._arrays()
-        time, now, since, mask = visit.now & _BITS, self.now, self.now - visit.before, self._places - 1
-        firsts = (hashes & np.uint64(mask)).astype(np.intp)
-        upper = (hashes >> np.uint64(32)).astype(np.int64) | 1
-        others = firsts ^ (upper * _SPREAD >> 16 & mask | 1)
+        time, now, since = visit.now & _BITS, self.now, self.now - visit.before
+        firsts, others, upper = self._both_places(hashes)
         places = np.where(tags[firsts] == upper, firsts, others)
         is_known = tags[places] == upper
         held = places[is_known]
@@ -404,6 +402,13 @@ class ReuseHistory:
                 places = np.where(tags[firsts] == upper, firsts, others)
                 places[tags[places] != upper] = _NOWHERE
         return _FoundMany(places, ages, gaps, origins, before, after, int(behinds[-1]))
+
+    def _both_places(self, hashes: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.int64]]:
+        """Return the two places of each key, as ``_other`` has them, and its tag."""
+        mask = self._places - 1
+        firsts = (hashes & np.uint64(mask)).astype(np.intp)
+        upper = (hashes >> np.uint64(32)).astype(np.int64) | 1
+        return firsts, firsts ^ (upper * _SPREAD >> 16 & mask | 1), upper
 
     def _arrays(self) -> tuple[NDArray[np.unsignedinteger], ...]:
         """Return what is by place: tags, times, marks, ticks and tempos."""
@@ -492,14 +497,26 @@ class ReuseHistory:
         place = self._other(place, tag)
         return place, tags[place] == tag
 
-    def classes_of(self, keys: Iterable[BlockKey]) -> list[int]:
+    def classes_of(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return the class of each key; the lowest of one that is not known."""
+        if len(keys) >= _MANY:
+            return self._classes_of_many(keys)
         tags, marks, tempos, mask, found = self._tags, self._marks, self._tempos, self._places - 1, []
         for hashed in map(key_hash, keys):
             place, is_known = hashed & mask, True
             if tags[place] != hashed >> 32 | 1:
                 place, is_known = self._find(hashed)
             found.append(_CLASS_OF[marks[place]] + _TEMPO_OF[tempos[place]] if is_known else 0)
+        return found
+
+    def _classes_of_many(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Do what ``classes_of`` does, by arrays."""
+        tags, _, marks, _, tempos = self._arrays()
+        hashes = np.fromiter(map(key_hash, keys), np.uint64, len(keys))
+        firsts, others, upper = self._both_places(hashes)
+        places = np.where(tags[firsts] == upper, firsts, others)
+        classes = _CLASSES_OF[marks[places]] + _TEMPOS_OF[tempos[places]]
+        found: list[int] = np.where(tags[places] == upper, classes, 0).tolist()
         return found
 
     def last_known(self, keys: Sequence[BlockKey]) -> BlockKey | None:

@@ -385,7 +385,8 @@ class Room(ABC):
             order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
         if dirty is None:
             return order.victims(count, may_leave, go_on=go_on, tenant=tenant)
-        rows = order.victims(count, lambda row: may_leave(row) and row not in dirty, go_on=go_on, tenant=tenant)
+        is_dirty = dirty.contains
+        rows = order.victims(count, lambda row: may_leave(row) and not is_dirty(row), go_on=go_on, tenant=tenant)
         if not rows and dirty.blocked and not keep_dirty and dirty.counts[size_class]:
             rows = order.victims(count, may_leave, go_on=go_on, tenant=tenant)
         return rows

@@ -487,6 +487,7 @@ class Segments:
         """Take note of what a settled job says of the drives that it wrote to, or read from. Reads
         of segments that are dropped or away say nothing: their files may not have been opened."""
         wrote: dict[int, bool] = {}
+        read_well: int | None = None  # the drive of the last read, if that went well: another tells nothing new
         for at, slot in enumerate(places_in(record.job.moves, self._tier)):
             spec = None if slot is None else self.specs.get(slot.segment)
             if spec is None:
@@ -497,6 +498,9 @@ class Segments:
                 if bad or reason is None:
                     wrote[spec.drive] = bad or wrote.get(spec.drive, False)
             elif spec.segment not in dropping and spec.segment not in self.away and (hangs or reason in _READ_TELLS):
-                self.drives.note_read_result(spec.drive, now, failed=reason is Reason.IO_ERROR, hangs=hangs)
+                failed = reason is Reason.IO_ERROR
+                if failed or hangs or spec.drive != read_well:
+                    self.drives.note_read_result(spec.drive, now, failed=failed, hangs=hangs)
+                    read_well = None if failed or hangs else spec.drive
         for drive, bad in wrote.items():
             self.drives.note_write_result(drive, now, "a write failed on some rank" if bad else None)

@@ -379,13 +379,15 @@ def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed
         for history in histories:
             history.note_time(now)
         visits = [history.begin(0, len(prompt)) for history in histories]
-        origins, start = [0, 0], 0
+        origins, start, classes = [0, 0], 0, [[], []]
         while start < len(prompt):
             stop = min(len(prompt), start + rng.choice([10, 64, 400]))
             for at, many in enumerate((1, 1 << 30)):
                 monkeypatch.setattr("kvdisk.manager.reuse._MANY", many)
                 origins[at] = histories[at].count(prompt, start, stop, origins[at], visits[at])
+                classes[at] = histories[at].classes_of(prompt)
             start = stop
+            assert classes[0] == classes[1]
         assert origins[0] == origins[1]
         assert histories[0].rate(0, 0, 0) == histories[1].rate(0, 0, 0)
         for name in ("_tags", "_times", "_marks", "_ticks", "_tempos", "_scan_score"):
