@@ -559,7 +559,9 @@ def assemble_worker(
         disk, direct = _pair_with_gpu(replace(config, store_dirs=directories), geometry, lanes, host)
         remote = None if config.remote is None else open_remote(config)
         threads = _checksum_threads(geometry.rank_count) if on_gpu else 0
-        resources = Resources(geometry, rank, arenas, staging, copier, disk, files, direct, remote, threads)
+        resources = Resources(
+            geometry, rank, arenas, staging, copier, disk, files, direct, remote, checksum_threads=threads
+        )
         mover = Mover(resources, io_deadline_s=config.io_deadline_s)
         undo.pop_all()
     memory: list[Arena | GpuStaging] = [*arenas.values(), staging]

@@ -145,10 +145,10 @@ _parse_eviction = _one_of(EVICTIONS, ", or a class of your own as 'module:Class'
 _parse_admission = _checked("'all', 'learned', 'reuse(n)' with n from 1 to 16, or a 'module:Class'", _is_admission)
 
 
-def _setting(default: Any, parse: Callable[[str, Any], Any]) -> Any:
+def _setting(default: Any, parse: Callable[[str, Any], Any], *, of_tier: bool = False) -> Any:
     """Return a field of ``Config``. ``parse``: reads the user's value of a key, and raises
-    ConfigError."""
-    return field(default=default, metadata={"parse": parse})
+    ConfigError. ``of_tier``: kvdisk as a tier of vLLM's own connector has it, too."""
+    return field(default=default, metadata={"parse": parse, "of_tier": of_tier})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Config:
     default is not the field's own, what it is; then examples, each a value as JSON.
     """
 
-    store_dirs: tuple[Path, ...] = _setting((), _parse_dirs)
+    store_dirs: tuple[Path, ...] = _setting((), _parse_dirs, of_tier=True)
     """The directory of the NVMe tier, or a list with one directory on each drive. Blocks are spread
     over the drives. The first directory also has the indexes, and must stay the first. Paths are
     absolute. A missing directory is made, but its parent must exist; a symbolic link is refused. In
@@ -171,7 +171,7 @@ class Config:
     Example: "/nvme/kv"
     Example: ["/nvme0/kv", "/nvme1/kv"]
     """
-    nvme_bytes: int | None = _setting(None, parse_bytes)
+    nvme_bytes: int | None = _setting(None, parse_bytes, of_tier=True)
     """The most bytes that this engine may keep on all drives together, over all ranks and with the
     index. When it is reached, old blocks are evicted for new ones. Engines that share directories
     have a cap each, and together never more than the sum; a data-parallel rank is an engine. An
@@ -191,7 +191,7 @@ class Config:
 
     Example: "64GiB"
     """
-    staging_bytes: int | None = _setting(None, parse_bytes)
+    staging_bytes: int | None = _setting(None, parse_bytes, of_tier=True)
     """Host memory of each worker for blocks on their way between GPU and drive that have no slot in
     the CPU tier. It is not part of a tier. It holds at least 8 blocks of each size, however small
     the value.
@@ -229,7 +229,7 @@ class Config:
 
     Example: "reuse(2)"
     """
-    nvme_admission: str = _setting("learned", _parse_admission)
+    nvme_admission: str = _setting("learned", _parse_admission, of_tier=True)
     """Which blocks may enter the NVMe tier, with the same choices. `"learned"`: everything while
     there is room, then what is likelier to be asked for than what would leave for it; once nobody
     new has come for long, everything again. Memory still serves what NVMe refuses, while it is
@@ -237,14 +237,14 @@ class Config:
 
     Example: "reuse(2)"
     """
-    nvme_write_bytes_per_day: int | None = _setting(None, parse_bytes)
+    nvme_write_bytes_per_day: int | None = _setting(None, parse_bytes, of_tier=True)
     """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance.
     When it is spent, reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
 
     Default: none
     Example: "2TB"
     """
-    eviction: str = _setting("learned", _parse_eviction)
+    eviction: str = _setting("learned", _parse_eviction, of_tier=True)
     """Which blocks a full tier evicts. `"learned"`: those that are expected to bring the fewest
     hits for the time that they are kept, learnt from how often and how soon similar blocks were
     asked for again. `"lru"`: those used longest ago. Or a class of your own, `"module:Class"`: see
@@ -253,7 +253,7 @@ class Config:
 
     Example: "lru"
     """
-    pin_share: float = _setting(0.25, _parse_share)
+    pin_share: float = _setting(0.25, _parse_share, of_tier=True)
     """How much of each tier [KV hints](OPERATING.md#kv-hints) may pin, as a share of its blocks, at
     most 0.5. Blocks pinned beyond it are evicted after all that have no hint. 0: nothing is pinned.
 
@@ -268,7 +268,7 @@ class Config:
     Default: none
     Example: 0.1
     """
-    device: str = _setting("auto", _one_of(DEVICES))
+    device: str = _setting("auto", _one_of(DEVICES), of_tier=True)
     """How bytes are moved to and from the drive. `"posix"`: with nothing but the kernel. `"auto"`:
     the same, after a trial with a small file at the start; the log warns where the drive cannot be
     used at its best. With a GPU and GPUDirect Storage (kvdisk's extra `gds`) the trial also finds
@@ -277,27 +277,27 @@ class Config:
 
     Example: "posix"
     """
-    lookup_wait_s: float = _setting(2.0, _parse_seconds)
+    lookup_wait_s: float = _setting(2.0, _parse_seconds, of_tier=True)
     """The longest time that a request waits for a block that is being stored or read, for another
     request's load, or for what other engines of the store have. Other requests go on meanwhile.
     After that the request takes what is there.
 
     Example: 0.5
     """
-    io_deadline_s: float = _setting(30.0, _parse_seconds)
+    io_deadline_s: float = _setting(30.0, _parse_seconds, of_tier=True)
     """A transfer that has not started by then, or takes longer on the drive, fails: a load is
     recomputed, a store is not made. A drive that does not answer for so long is left alone for a
     while.
 
     Example: 5
     """
-    index_commit_s: float = _setting(0.05, _parse_seconds)
+    index_commit_s: float = _setting(0.05, _parse_seconds, of_tier=True)
     """The longest time that a stored block stays out of the index. A process that is killed loses
     at most the blocks of that time, and other engines find blocks that much later.
 
     Example: 0.5
     """
-    remote: str | None = _setting(None, _parse_remote)
+    remote: str | None = _setting(None, _parse_remote, of_tier=True)
     """A store in which hosts share blocks: a bucket, `"s3://bucket/prefix"`, `"gs://..."` or
     `"az://..."` (kvdisk's extra `s3`), or the master of a Mooncake Store, `"mooncake://host:port"`
     (extra `mooncake`). Behind memory and drive: blocks are sent there from memory, without a CPU
@@ -308,7 +308,7 @@ class Config:
     Example: "s3://my-bucket/kv"
     Example: "mooncake://10.0.0.1:50051"
     """
-    remote_options: tuple[tuple[str, str], ...] = _setting((), _parse_options)
+    remote_options: tuple[tuple[str, str], ...] = _setting((), _parse_options, of_tier=True)
     """Settings of `remote`, all as text. Of a bucket as
     [obstore](https://developmentseed.org/obstore/) names them, those of its HTTP client
     (`allow_http`, `timeout`, `proxy_url` ...) included; what is not said is taken from the
@@ -322,37 +322,37 @@ class Config:
     Example: {"aws_endpoint": "http://minio:9000", "aws_region": "us-east-1"}
     Example: {"protocol": "rdma", "rdma_devices": "mlx5_0"}
     """
-    remote_admission: str = _setting("reuse(2)", _parse_remote_admission)
+    remote_admission: str = _setting("reuse(2)", _parse_remote_admission, of_tier=True)
     """Which blocks are sent to `remote`: `"all"`, or `"reuse(n)"`: those that n distinct requests
     have wanted here.
 
     Example: "all"
     """
-    remote_read_only: bool = _setting(False, _parse_flag)
+    remote_read_only: bool = _setting(False, _parse_flag, of_tier=True)
     """Load from `remote`, and send nothing there.
 
     Example: true
     """
-    remote_write_bytes_per_s: int = _setting(0, parse_bytes)
+    remote_write_bytes_per_s: int = _setting(0, parse_bytes, of_tier=True)
     """The most that is sent to `remote`, over all ranks, as a mean over a minute. 0: as much as the
     link takes. What waits for it may be evicted meanwhile, and is not sent then.
 
     Example: "100MB"
     """
-    remote_deadline_s: float = _setting(3.0, _parse_seconds)
+    remote_deadline_s: float = _setting(3.0, _parse_seconds, of_tier=True)
     """The longest time that `remote` may take for a batch of blocks; what has not come by then is
     computed. A store that fails is left alone, for a second at first and a minute at most.
 
     Example: 1.5
     """
-    remote_key_file: Path | None = _setting(None, _parse_file)  # noqa: RUF009 - a field
+    remote_key_file: Path | None = _setting(None, _parse_file, of_tier=True)  # noqa: RUF009 - a field
     """A file with a secret of 32 bytes or more, the same on all hosts: blocks in `remote` are then
     sealed with it, and one that was sealed without it is not used.
 
     Default: none: all who can write the bucket are trusted
     Example: "/etc/kvdisk/key"
     """
-    remote_codec: str | None = _setting(None, _one_of(CODECS))
+    remote_codec: str | None = _setting(None, _one_of(CODECS), of_tier=True)
     """How blocks are coded before they are sent to `remote`, without loss. `"zstd-planes"`: each
     byte of an element apart, with zstd; needs kvdisk's extra `codec`. It pays where the link is
     slower than decoding ([when](REMOTE.md#fewer-bytes)). What hardly shrinks is sent as it is. An
@@ -361,7 +361,7 @@ class Config:
     Default: none: blocks are sent as they are
     Example: "zstd-planes"
     """
-    max_age_s: float | None = _setting(None, _parse_age)
+    max_age_s: float | None = _setting(None, _parse_age, of_tier=True)
     """Blocks that were first stored longer ago than this, in any tier of any engine, are not
     served, and are dropped from memory and drive, however often they were used since. A block that
     is computed again is stored again. Blocks of other engines of the store count as well. This
@@ -397,14 +397,14 @@ class Config:
 
     Example: false
     """
-    on_reset: str = _setting("epoch", _one_of(ON_RESET))
+    on_reset: str = _setting("epoch", _one_of(ON_RESET), of_tier=True)
     """What a `reset_cache` of vLLM means. It comes after weights were updated in memory, with each
     [sleep](RESETS.md#sleep), and for lesser reasons. `"epoch"`: this engine serves nothing again
     that was stored before. `"keep"`: weights never change in memory here, so everything stays.
 
     Example: "keep"
     """
-    log_requests: bool = _setting(False, _parse_flag)
+    log_requests: bool = _setting(False, _parse_flag, of_tier=True)
     """Log for each request how its prompt divides between GPU, memory, NVMe and what was computed,
     what its load took and saved, and why it was not more. Otherwise this is logged at the level
     DEBUG.
@@ -423,7 +423,7 @@ class Config:
     Default: none
     Example: "/var/tmp/kvdisk-trace.jsonl"
     """
-    segment_bytes: int = _setting(1 << 30, parse_bytes)
+    segment_bytes: int = _setting(1 << 30, parse_bytes, of_tier=True)
     """The bytes that are taken of a drive at once: the length of one rank's segment file. Small
     stores take shorter files, so that there are at least four.
 
@@ -467,6 +467,8 @@ class Config:
 
 
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {each.name: each.metadata["parse"] for each in fields(Config)}
+TIER_KEYS = tuple(each.name for each in fields(Config) if each.metadata["of_tier"])
+"""The settings that kvdisk as a tier of vLLM's own connector has, too."""
 
 
 def nearest(name: str, known: Iterable[str], beginning: str = "") -> str:

@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvdisk.config import PARSERS, Config, nearest, parse_bytes
+from kvdisk.config import PARSERS, TIER_KEYS, Config, nearest, parse_bytes
 from kvdisk.errors import ConfigError
-from kvdisk.tier_settings import KEYS as TIER_KEYS
 from kvdisk.tier_settings import TYPE, TierSettings
 
 CONNECTOR, OFFLOADING_CONNECTOR = "KVDiskConnector", "OffloadingConnector"

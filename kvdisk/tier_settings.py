@@ -8,32 +8,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvdisk.assembly import check_settings
-from kvdisk.config import PARSERS, Config, nearest
+from kvdisk.config import TIER_KEYS, Config, nearest
 from kvdisk.errors import ConfigError
 
 TYPE = "kvdisk"
 """The tier's name in ``secondary_tiers``."""
 MODULE = "kvdisk.offloading"
 """The module that names the tier's class, where vLLM's plugins are off."""
-KEYS = (
-    "store_dirs",
-    "nvme_bytes",
-    "nvme_admission",
-    "nvme_write_bytes_per_day",
-    "eviction",
-    "device",
-    "staging_bytes",
-    "lookup_wait_s",
-    "io_deadline_s",
-    "index_commit_s",
-    "max_age_s",
-    "on_reset",
-    "log_requests",
-    "pin_share",
-    "segment_bytes",
-    *(name for name in PARSERS if name.startswith("remote")),
-)
-"""The settings of ``Config`` that a tier has too."""
 _VLLM_KEYS = frozenset({"type", "module_path", "backpressure"})
 """The settings of a tier that vLLM reads itself."""
 _LOCALITIES = ("LOCAL", "REMOTE")
@@ -96,11 +77,11 @@ def check_backpressure(settings: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(key: str) -> None:
-    if key in KEYS:
+    if key in TIER_KEYS:
         return
     if key in Config.__dataclass_fields__:
         raise ConfigError(f"The tier 'kvdisk' has no setting {key!r}: that is of KVDiskConnector alone.")
-    known = (*KEYS, *TierSettings._fields[1:], *_VLLM_KEYS)
+    known = (*TIER_KEYS, *TierSettings._fields[1:], *_VLLM_KEYS)
     raise ConfigError(f"The tier 'kvdisk' does not know the setting {key!r}{nearest(key, known)}.")
 
 

@@ -89,9 +89,8 @@ class Engine:
     ``reset_s``: when it last began to serve nothing that was stored before. ``problem``: why its
     figures cannot be read. ``seconds``: the time over which its rates are. ``tiers``: by name, such
     as "cpu". ``remote``: null where there is none. ``bytes_per_s``: by route, such as "gpu_to_cpu".
-    ``waiting``: ``jobs`` by kind, and the gauges of docs/METRICS.md ``backlog_blocks``,
-    ``uncommitted_changes``, ``awaiting_commit_blocks`` and ``write_budget_bytes`` (null: writes
-    have no such bound). ``failures``: by kind, since its start, without those that are 0.
+    ``waiting``: ``jobs`` by kind, the gauges of ``WAITING``, and ``write_budget_bytes`` (null:
+    writes have no such bound). ``failures``: by kind, since its start, without those that are 0.
     ``harmless``: failures that a healthy machine has too. ``reads``, ``writes``: bytes per second
     from and to NVMe at the last looks, the newest last.
     """

@@ -37,7 +37,7 @@ from kvdisk.cli.output import (
     print_note,
     size,
 )
-from kvdisk.config import CODECS, Config
+from kvdisk.config import Config
 from kvdisk.device.header import payload_checksum, read_header
 from kvdisk.errors import ConfigError, CorruptRecord, GeometryMismatch, printable
 from kvdisk.geometry import FILE_EPOCH, HEADER_BYTES, Namespace
@@ -52,6 +52,8 @@ FromRemote = Annotated[
     typer.Option("--remote", metavar="CONFIG.json|URL", help="The remote store of a configuration, or its address."),
 ]
 JSON_VERSION = 2
+_ANY_CODEC = "any"
+"""The ``remote_codec`` of an address alone, which says nothing of it."""
 MOST_LISTED = 200_000
 """Objects that a survey looks at, over all namespaces."""
 SAMPLE = 100
@@ -148,8 +150,8 @@ class RemoteVerdict:
 
 def remote_config(named: str | None, directories: Sequence[Path] | None = None) -> Config:
     """Return the configuration that ``--remote`` names, with a deadline of at least
-    _LEAST_DEADLINE_S. An address alone says nothing of ``remote_codec``: then coded objects count
-    too. Raises ConfigError, also where ``directories`` are named beside it, or nothing is."""
+    _LEAST_DEADLINE_S. Of an address alone the objects of every codec count. Raises ConfigError,
+    also where ``directories`` are named beside it, or nothing is."""
     if named is None or directories:
         raise ConfigError("name the directories of a store, or with --remote a remote store")
     is_address = "://" in named
@@ -157,7 +159,7 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
     if config.remote is None:
         raise ConfigError(f"{named} names no remote store")
     if is_address:
-        config = replace(config, remote_codec=CODECS[0])
+        config = replace(config, remote_codec=_ANY_CODEC)
     return replace(config, remote_deadline_s=max(_LEAST_DEADLINE_S, config.remote_deadline_s))
 
 
@@ -201,7 +203,8 @@ def remote_blocks(config: Config, fingerprint: str, keys: Sequence[BlockKey], pa
     """Return those of the blocks whose shards are all there, with ``remote_codec`` coded or not;
     None where the store does not answer. Decodes nothing, and needs no package of the codec's."""
     namespace, found = Namespace(bytes.fromhex(fingerprint), FILE_EPOCH), set(keys)
-    endings = ("",) if config.remote_codec is None else (CODEC_TYPES[config.remote_codec].suffix, "")
+    codecs = [codec for name, codec in CODEC_TYPES.items() if config.remote_codec in {name, _ANY_CODEC}]
+    endings = [*(codec.suffix for codec in codecs), ""]
     with closing(open_remote(replace(config, remote_codec=None))) as objects:
         blocks = max(1, _BATCH_NAMES // parts)
         for start in range(0, len(keys), blocks):

@@ -60,8 +60,8 @@ _FEW = 8
 """Keys below which an array costs more than it saves."""
 
 
-class CopyCounts(Protocol):
-    """Counts the copies of a tier."""
+class CopyCounter(Protocol):
+    """Is told which copies of a tier begin and end."""
 
     def begun(self, rows: Sequence[int]) -> None:
         """Copies have begun."""
@@ -78,14 +78,14 @@ class TierColumns:
     to read now. Copies in the tier hang on the row of their parent, whether or not that has one
     too: ``first_child`` of it is one of them, and ``next_child`` of each is another; NONE after the
     last. ``oldest_s``, ``latest_s``: READY copies of blocks that were first stored before or after
-    count as absent. ``share``: counts the copies of each tenant; None: nobody does. ``gains``,
+    count as absent. ``counters``: are told which copies begin and end. ``gains``,
     ``losses``: as those of ``Catalog``, of this tier alone, whatever others have.
     """
 
     def __init__(self, parent_rows: array[int], stored_s: array[int]) -> None:
         self._parent_rows, self._stored_s = parent_rows, stored_s
         self.oldest_s, self.latest_s = 0, LATEST_S
-        self.share: CopyCounts | None = None
+        self.counters: list[CopyCounter] = []
         self.gains = self.losses = 0
         self.states = bytearray()
         self.pins, self.segments, self.indices = array("I"), array("I"), array("I")
@@ -423,8 +423,8 @@ class Catalog:
         if rows := np.flatnonzero(lacking).tolist():
             self._follow(rows, list(compress(blocks.each_parent(), lacking)))
             self._columns[tier].link(rows)
-        if (share := self._columns[tier].share) is not None:
-            share.begun(range(count))
+        for counter in self._columns[tier].counters:
+            counter.begun(range(count))
         self.gains += 1
 
     def hide_all(self) -> dict[BlockKey, int]:
@@ -608,8 +608,8 @@ class Catalog:
             segments[row], indices[row] = slot
             pins[row] = 1
         columns.link(rows)
-        if columns.share is not None:
-            columns.share.begun(rows)
+        for counter in columns.counters:
+            counter.begun(rows)
 
     def finish(self, rows: Sequence[int], tier: Tier) -> None:
         """The writers of some copies are done on every rank: READY, their pins are gone."""
@@ -634,8 +634,8 @@ class Catalog:
         assert not any(map(columns.pins.__getitem__, rows)), "a pinned copy cannot end"
         self._change(rows, tier, ABSENT)
         columns.unlink(rows)
-        if columns.share is not None:
-            columns.share.ended(rows)
+        for counter in columns.counters:
+            counter.ended(rows)
         for other in self._others[tier]:
             rows = [row for row in rows if other.states[row] == ABSENT]
         self._vacate(rows)

@@ -25,7 +25,7 @@ class PeerHints:
         self._sources = [source for source in (neighbours, remote) if source.exists]
         self._asked: list[Asking] = []
         """Those that were asked for since the last ``absorb``, which knows the time."""
-        self._now_s = 0.0
+        self._now = 0.0
 
     @property
     def changes(self) -> int:
@@ -67,9 +67,9 @@ class PeerHints:
     def renew(self, request: RequestState) -> None:
         """Ask again where the last question of a request that waits is long ago: hints are kept for
         a time only. One that was looked up since it came does not wait a second time."""
-        age_s = 0.0 if request.asked_s is None else self._now_s - request.asked_s
+        age_s = 0.0 if request.asked_s is None else self._now - request.asked_s
         if age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2):
-            request.asked_s = self._now_s
+            request.asked_s = self._now
             self.ask(request)
             if request.looked_up:
                 request.question = request.remote_question = 0
@@ -88,7 +88,7 @@ class PeerHints:
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, and forget hints that are too old."""
-        self._now_s = now
+        self._now = now
         for request in self._asked:
             request.asked_s = now
         self._asked.clear()

@@ -124,7 +124,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Blocks to send, and whether to write over what is there."""
         self._jobs: list[JobId] = []
         self._begin_moves: BeginMoves | None = None
-        self._now_s = 0.0
+        self._now = 0.0
         self._paused_until_s = 0.0
         """Until when some rank leaves it alone."""
         self._is_doubted = False
@@ -143,7 +143,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
     def is_paused(self) -> bool | None:
         """Whether questions are left alone, or reads on some rank; None: there is no store."""
         index = self._index
-        return None if index is None else not index.any or self._now_s < self._paused_until_s
+        return None if index is None else not index.any or self._now < self._paused_until_s
 
     @property
     def usable_hints(self) -> Collection[BlockKey]:
@@ -165,7 +165,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
 
     def note_time(self, now: float) -> None:
         """Set the time, before jobs are settled."""
-        self._now_s = now
+        self._now = now
 
     def _look(self, now: float) -> None:
         """Find out whether its hints can be used."""
@@ -216,7 +216,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
 
     def absorb(self, now: float) -> None:
         """See ``HintSource``."""
-        self._now_s = now
+        self._now = now
         self._look(now)
         super().absorb(now)
 
@@ -236,7 +236,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         super().stop()
         self._queue.clear()
         self._index = None
-        self._look(self._now_s)
+        self._look(self._now)
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
     def begin_reads(self, count: int) -> None:
         """So many blocks are about to be read. ``loaded`` follows for each."""
         self._reads += count
-        self._look(self._now_s)
+        self._look(self._now)
 
     def loaded(self, move: Move, reason: Reason | None) -> None:
         """End the read of a block."""
@@ -259,12 +259,12 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             self.bad.note_sound(move.key)
         if reason in _BAD:
             self._stats.add("remote_rejects")
-            self.bad.note(move.key, self._now_s)
+            self.bad.note(move.key, self._now)
         if reason in _BAD or reason is Reason.ABSENT:
             self._table.forget(move.key)
         if reason in _ANSWERS:
             self._is_doubted = False
-        self._look(self._now_s)
+        self._look(self._now)
 
     # -- sending -------------------------------------------------------------------------------
 

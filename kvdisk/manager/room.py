@@ -92,7 +92,7 @@ class Room(ABC):
         self.share: TenantShare | None = None
         if parts.config.salt_share is not None:
             self.share = TenantShare(parts.config.salt_share, parts.catalog, parts.geometry, self._most_slots)
-            parts.catalog.columns(tier).share = self.share
+            parts.catalog.columns(tier).counters.append(self.share)
             for order in self._evictors:
                 order.tell_apart(parts.catalog.tenants)
 

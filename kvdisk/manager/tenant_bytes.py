@@ -14,28 +14,23 @@ from kvdisk.manager.catalog import Catalog
 
 class TenantBytes:
     """Counts the copies of each tenant, by its digest, from their beginning until they have ended;
-    0: those of none. It begins with what there is, beside a ``TenantShare`` if the tier has one."""
+    0: those of none. It begins with what there is."""
 
     def __init__(self, catalog: Catalog, tier: Tier, geometry: Geometry) -> None:
-        columns = catalog.columns(tier)
         self._keys, self._tenants = catalog.keys, catalog.tenants
         self._payloads = [group.payload_bytes * geometry.shard_count for group in geometry.groups]
         self._counts: Counter[tuple[int, int]] = Counter()
         """Copies by tenant and group."""
         self._count(catalog.rows_in(tier), 1)
-        self._share, columns.share = columns.share, self
+        catalog.columns(tier).counters.append(self)
 
     def begun(self, rows: Sequence[int]) -> None:
         """Copies have begun."""
         self._count(rows, 1)
-        if self._share is not None:
-            self._share.begun(rows)
 
     def ended(self, rows: Sequence[int]) -> None:
         """Copies have ended; rows still have their keys."""
         self._count(rows, -1)
-        if self._share is not None:
-            self._share.ended(rows)
 
     def _count(self, rows: Sequence[int], amount: int) -> None:
         tenants = map(self._tenants.__getitem__, rows)

@@ -217,6 +217,12 @@ class Work:
     fenced: bool = False
     copied: bool = False
 
+    def close_moves(self, count: int) -> bool:
+        """Take out moves that have ended; return whether they were the last."""
+        self.left -= count
+        assert self.left >= 0
+        return count > 0 and self.left == 0
+
 
 @dataclass(slots=True, eq=False)
 class Batch:

@@ -14,7 +14,7 @@ from kvdisk.blocks import JobId, Medium
 from kvdisk.errors import QuietLog
 from kvdisk.messages import Job, JobKind, JobResult, Reason, Report
 from kvdisk.stats import Stats
-from kvdisk.worker.backend import Backend, Progress
+from kvdisk.worker.backend import Backend, Progress, fail_all
 from kvdisk.worker.batch_queue import BatchQueue
 from kvdisk.worker.block_copies import BlockCopies
 from kvdisk.worker.cutter import BatchCutter
@@ -253,27 +253,25 @@ class Runner:
     # -- legs ----------------------------------------------------------------------------------
 
     def _advance(self, batch: Batch) -> None:
-        """Take a batch from leg to leg until a backend has it, or it has ended."""
-        while batch.positions and batch.begun < len(batch.route.legs):
-            if self._start_leg(batch):
-                return
-        self._batches.end(batch)
-        self._close_moves(batch.work, len(batch.positions))
+        """Take a batch from leg to leg until a backend has it, or it has ended.
 
-    def _start_leg(self, batch: Batch) -> bool:
-        """Start a batch's next leg; return whether it goes on.
-
-        What has started ends as usual; when stopping, no further leg starts but the last look at
+        When stopping, what has begun ends as usual, and then no leg begins but the last look at
         what was moved.
         """
-        if batch.begun == 1 and batch.route.gathers:
-            self._note_copied(batch.work)
-        batch.begun += 1
-        batch.began_s = self._clock()
-        if self._stopping and batch.begun > 1 and not batch.sums_on_host:
-            self._drop(batch, dict.fromkeys(batch.positions, Reason.CANCELLED))
-            return False
-        return not self._note(self._backend_of(batch).start(batch))
+        while batch.positions and batch.begun < len(batch.route.legs):
+            if batch.begun == 1 and batch.route.gathers:
+                self._note_copied(batch.work)
+            batch.begun += 1
+            batch.began_s = self._clock()
+            if self._stopping and batch.begun > 1 and not batch.sums_on_host:
+                progress = fail_all(batch, Reason.CANCELLED)
+            else:
+                progress = self._backend_of(batch).start(batch)
+            if not self._note(progress):
+                return
+        self._batches.end(batch)
+        if batch.work.close_moves(len(batch.positions)):
+            self._finish(batch.work)
 
     def _backend_of(self, batch: Batch) -> Backend:
         """Return what runs the leg that a batch has come to."""
@@ -300,8 +298,8 @@ class Runner:
         return happened
 
     def _note(self, progress: Progress) -> bool:
-        """Note what a backend says of a batch; return whether the batch goes on to its next
-        leg."""
+        """Note what a backend says of a batch; return whether its leg has ended: then what is left
+        of it goes on to the next."""
         batch, failed, by_host, ended, _ = progress
         if batch.late:  # its moves have failed, and its slots stay taken until this is the end
             if ended:
@@ -313,7 +311,9 @@ class Runner:
             self._count(batch, len(batch.positions) - len(failed) - len(by_host))
         if by_host:
             self._load_by_host(batch, by_host)
-        self._drop(batch, failed)
+        if failed:
+            batch.drop(failed)
+            self._fail(batch.work, failed)
         return ended
 
     def _fail_unasked(self, work: Work) -> None:
@@ -349,12 +349,6 @@ class Runner:
 
     # -- endings -------------------------------------------------------------------------------
 
-    def _drop(self, batch: Batch, failed: Mapping[int, Reason]) -> None:
-        """Take failed moves out of a batch; the others go on."""
-        if failed:
-            batch.drop(failed)
-            self._fail(batch.work, failed)
-
     def _end_late(self, batch: Batch) -> None:
         """The device has ended a late batch: its slots are free to be used."""
         self._batches.end(batch)
@@ -375,18 +369,14 @@ class Runner:
         return bool(waiting or batches)
 
     def _fail(self, work: Work, failed: Mapping[int, Reason]) -> None:
+        """Moves of a job have failed: count them, and finish the job with its last."""
         work.failed.update(failed)
         for position, reason in failed.items():
             # What another engine's slot holds by now is no failure: the manager counts it.
             if reason is Reason.DEADLINE or (reason in _COUNTED and not work.job.moves[position].is_foreign):
                 self._stats.add(_COUNTED[reason])
         self._note_copied(work)
-        self._close_moves(work, len(failed))
-
-    def _close_moves(self, work: Work, count: int) -> None:
-        work.left -= count
-        assert work.left >= 0
-        if count and work.left == 0:
+        if work.close_moves(len(failed)):
             self._finish(work)
 
     def _note_copied(self, work: Work) -> None:
@@ -404,6 +394,7 @@ class Runner:
         )
 
     def _finish(self, work: Work) -> None:
+        """A job has ended: report it. What is late of it is released later."""
         self._note_copied(work)
         del self._works[work.job.id]
         late = self._batches.late_of(work)

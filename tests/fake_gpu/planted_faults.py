@@ -35,6 +35,7 @@ from kvdisk.worker import arena as arena_module
 from kvdisk.worker import copier as copier_module
 from kvdisk.worker import copy_check
 from kvdisk.worker import gpu_staging as gpu_staging_module
+from kvdisk.worker.backend import Progress
 from kvdisk.worker.block_copies import BlockCopies
 from kvdisk.worker.copier import CudaCopier, CudaLanes, Lane, LayerBlocks, _Numbers
 from kvdisk.worker.copier_base import Event, Passed
@@ -314,14 +315,14 @@ def share_sums(staging: GpuStaging, *_: Any) -> None:
 def give_back_at(leg: Leg) -> Plant:
     """Lend a batch's staging again as soon as one of its legs has begun."""
 
-    def start_leg(real: Real, runner: Runner, batch: Batch) -> Any:
-        going = real(runner, batch)
-        if going and batch.leg is leg:
+    def note(real: Real, runner: Runner, progress: Progress) -> Any:
+        ended, batch = real(runner, progress), progress.batch
+        if not ended and batch.leg is leg:
             runner._batches.give_back(batch)
             batch.staging = []
-        return going
+        return ended
 
-    return instead(Runner, "_start_leg", start_leg)
+    return instead(Runner, "_note", note)
 
 
 def give_back_what_is_late(real: Real, runner: Runner, now_s: float) -> Any:

@@ -28,7 +28,9 @@ def test_blocks_go_down_and_come_back_from_each_tier(
     windowed: bool, ranks: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``threads``: that copy between the two memories, as on a GPU machine."""
-    monkeypatch.setattr(resources, "Resources", lambda *parts: Resources(*parts[:-1], threads))
+    monkeypatch.setattr(
+        resources, "Resources", lambda *parts, **more: Resources(*parts, **more | {"checksum_threads": threads})
+    )
     model = LiveModel(windowed=windowed, ranks=ranks)
     config = model.config(str(tmp_path / "store"), blocks=60, nvme_admission="all")
     counted: Counter[str] = Counter()

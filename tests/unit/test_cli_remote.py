@@ -31,6 +31,7 @@ from kvdisk.device.header import SlotIdentity, seal_slot
 from kvdisk.geometry import HEADER_BYTES, Namespace
 from kvdisk.remote.base import ObjectOp, ObjectsOutcome, RemoteObject, Result, object_name
 from kvdisk.remote.client import open_remote
+from kvdisk.remote.coding import CODEC_TYPES
 from kvdisk.remote.obstore_bucket import Listed, why_failed
 from kvdisk.remote.planes import SUFFIX, PlanesCodec
 
@@ -496,5 +497,10 @@ def test_why_sees_coded_blocks_as_the_setting_says_or_all_at_an_address_alone(th
 
     assert hit_tokens(there.file()) == 32
     assert hit_tokens(there.file(remote_codec="zstd-planes")) == 64
+    monkeypatch.setitem(CODEC_TYPES, "other", type("Other", (PlanesCodec,), {"suffix": ".other"}))
+    for rank in range(RANKS):
+        name = object_name(Namespace(SOME, 0), keys_of(PROMPT, model)[4], rank, RANKS)
+        obstore.put(there.bucket, f"{name}.other", b"1")
+    assert hit_tokens(there.file(remote_codec="zstd-planes")) == 64
     monkeypatch.setitem(sys.modules, "zstandard", None)  # nothing is decoded
-    assert hit_tokens(there.url) == 64
+    assert hit_tokens(there.url) == 80

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdisk.config import Config, parse_bytes
+from kvdisk.config import CODECS, Config, parse_bytes
 from kvdisk.errors import ConfigError
 
 STORE = {"store_dirs": "/nvme/kv", "nvme_bytes": "1GiB"}
@@ -72,7 +72,7 @@ def test_wrong_sizes(wrong):
         ({"remote_options": {"aws_region": "x"}}, "remote_options needs remote"),
         ({"remote_key_file": "/key"}, "remote_key_file needs remote"),
         ({"remote_codec": "zstd-planes"}, "remote_codec needs remote"),
-        (REMOTE | {"remote_codec": "gzip"}, "one of 'zstd-planes', not 'gzip'"),
+        (REMOTE | {"remote_codec": "gzip"}, f"one of {', '.join(map(repr, CODECS))}, not 'gzip'"),
         (REMOTE | {"remote_options": {"aws_region": 1}}, "text by name"),
         (REMOTE | {"remote_options": "aws_region"}, "text by name"),
         (REMOTE | {"remote_admission": "learned"}, "'all' or 'reuse\\(n\\)'"),
