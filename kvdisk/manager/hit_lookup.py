@@ -171,7 +171,7 @@ class HitLookup:
 
     def _is_worth(self, request: RequestState, local_tokens: int, hit: int) -> bool:
         """Whether a hit is long enough to be worth its load."""
-        if hit - local_tokens >= self._threshold.most_tokens:
+        if hit - local_tokens >= self._threshold.enough_tokens:
             return True
         slowest, tiers = self._tiers.first.tier, request.load_tiers
         for group in self._geometry.groups:

@@ -30,11 +30,12 @@ class LoadThreshold:
     """How long a hit must be to be worth a load.
 
     ``fixed_tokens``: given by the user; None: learn. ``alignment_tokens``: what hits are multiples
-    of. ``most_tokens``: a hit of so many is always loaded.
+    of. ``enough_tokens``: a hit of so many is loaded, whatever tier it comes from.
     """
 
     def __init__(self, fixed_tokens: int | None, alignment_tokens: int) -> None:
-        self.most_tokens = CAP_BLOCKS * alignment_tokens if fixed_tokens is None else fixed_tokens
+        self._most_tokens = CAP_BLOCKS * alignment_tokens if fixed_tokens is None else fixed_tokens
+        self.enough_tokens = self._most_tokens if fixed_tokens is not None else 0
         self._is_fixed = fixed_tokens is not None
         self._alignment_tokens = alignment_tokens
         self.rate = 0.0
@@ -49,10 +50,16 @@ class LoadThreshold:
 
     def least_tokens(self, tier: Tier) -> int:
         """Return the shortest hit that is loaded from a tier."""
-        if self._is_fixed:
-            return self.most_tokens
-        blocks = int(self.rate * self._seconds.get(tier, 0.0) / self._alignment_tokens)
-        return min(blocks * self._alignment_tokens, self.most_tokens)
+        return self._most_tokens if self._is_fixed else self._computed_in(self._seconds.get(tier, 0.0))
+
+    def _computed_in(self, seconds: float) -> int:
+        """Return how many tokens the engine computes in the time of a load."""
+        blocks = int(self.rate * seconds / self._alignment_tokens)
+        return min(blocks * self._alignment_tokens, self._most_tokens)
+
+    def _learn(self) -> None:
+        if not self._is_fixed:
+            self.enough_tokens = self._computed_in(max(self._seconds.values(), default=0.0))
 
     def stepped(self, now: float, tokens: int) -> None:
         """Take note that a step begins which computes so many tokens: for the engine's rate."""
@@ -60,9 +67,11 @@ class LoadThreshold:
         if last is not None and last[1] >= LEAST_STEP_TOKENS and 0 < now - last[0] <= LONGEST_STEP_S:
             rate = last[1] / (now - last[0])
             self.rate += (rate - self.rate) * (_SMOOTHING if self.rate else 1.0)
+            self._learn()
 
     def loaded(self, tier: Tier, seconds: float) -> None:
         """Take note of the time of a load that failed nowhere. ``tier``: the slowest it read."""
         known = self._seconds.get(tier, seconds)
         # At once down, and slowly up: the quickest of the last loads or so.
         self._seconds[tier] = min(seconds, known + (seconds - known) * _SMOOTHING)
+        self._learn()

@@ -30,16 +30,18 @@ def test_the_least_hit_is_what_is_computed_while_the_quickest_recent_load_takes_
     price = LoadThreshold(None, BLOCK)
     price.loaded(CPU, 0.0021)
     assert blocks(price) == (0, 0), "the engine's rate is not known"
+    assert price.enough_tokens == 0
     compute(price)
     assert blocks(price) == (2, 0)
     price.loaded(NVME, 3600.0)
     assert blocks(price) == (2, CAP_BLOCKS)
-    assert price.most_tokens == CAP_BLOCKS * BLOCK
+    assert price.enough_tokens == CAP_BLOCKS * BLOCK, "as of the slowest tier"
     assert [price.is_worth(size * BLOCK, CPU, arrival=1) for size in (1, 2)] == [False, True]
     tried = [arrival for arrival in range(3 * TRIED_ANYWAY) if price.is_worth(BLOCK, NVME, arrival)]
     assert len(tried) == 3, "a short hit is loaded now and then"
     price.loaded(NVME, 0.0001)
     assert blocks(price) == (2, 0), "a quick load counts at once"
+    assert price.enough_tokens == 2 * BLOCK
     found = []
     for _ in range(12):
         price.loaded(NVME, 0.004)
@@ -58,4 +60,4 @@ def test_what_the_user_gave_is_what_counts():
     price = compute(LoadThreshold(100, BLOCK))
     price.loaded(CPU, 0.0021)
     assert [price.is_worth(tokens, CPU, arrival=0) for tokens in (99, 100)] == [False, True]
-    assert LoadThreshold(0, BLOCK).most_tokens == 0
+    assert LoadThreshold(0, BLOCK).enough_tokens == 0
