@@ -264,6 +264,22 @@ def test_a_read_error_is_a_result(tmp_path: Path) -> None:
         store.close()
 
 
+def test_a_file_that_is_gone_at_the_start_stops_no_write_to_its_drive(tmp_path: Path) -> None:
+    """What was to be written there fails, before anybody knows that it is gone; the rest goes
+    elsewhere."""
+    rows = make_rows()
+    store = opened(tmp_path, rows)
+    put_all(store, rows, KEYS[:4])
+    store.close()
+    for file in (tmp_path / "store").rglob("rank0.kv"):
+        file.unlink()
+    store = open_drive(tmp_path, KINDS, rows, PLENTY)
+    put_all(store, rows, KEYS[4:8])
+    assert put_all(store, rows, KEYS[8:]) == [Result.DONE] * 4
+    assert store.stats().counts.get("write_pauses", 0) == 0
+    store.close()
+
+
 # -- drives that are full, or hang ---------------------------------------------------------------
 
 
