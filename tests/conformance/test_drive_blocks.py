@@ -174,6 +174,17 @@ def test_a_hold_counts_what_is_before_its_blocks_and_ends(tmp_path: Path) -> Non
     store.close()
 
 
+def test_facts_as_long_as_they_may_be_lose_nothing(tmp_path: Path) -> None:
+    """However they are indented in a file."""
+    rows = make_rows()
+    for facts in ({"numbers": [1] * 29_000}, {"model": "m" * 262_000}):
+        for keys, result in ((KEYS[:4], Result.DONE), (KEYS[:4], Result.PRESENT)):
+            config = Config.from_mapping({"store_dirs": str(tmp_path / next(iter(facts))), "nvme_bytes": PLENTY})
+            store = BlockStore.open(config, NAMESPACE, facts, KINDS, rows)
+            assert put_all(store, rows, keys) == [result] * 4
+            store.close()
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     rows = make_rows()
     store = opened(tmp_path, rows)
@@ -651,6 +662,8 @@ def test_a_wrong_namespace_is_an_error(tmp_path: Path, namespace: Any) -> None:
         BlockStore.open(config, namespace, FACTS, KINDS, make_rows())
     with pytest.raises(ValueError, match="facts are JSON values"):
         BlockStore.open(config, NAMESPACE, {"model": {1, 2}}, KINDS, make_rows())
+    with pytest.raises(ValueError, match="facts take 256 KiB"):
+        BlockStore.open(config, NAMESPACE, {"model": "m" * (1 << 18)}, KINDS, make_rows())
     assert not (tmp_path / "store").exists()
 
 
