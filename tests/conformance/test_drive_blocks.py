@@ -241,6 +241,19 @@ def test_killed_at_any_instant(tmp_path: Path) -> None:
     assert found > 0
 
 
+@pytest.mark.parametrize("nvme_bytes", [(1 << 63) - 1, 10**25])
+def test_a_cap_without_sense_is_refused_and_nothing_is_lost(tmp_path: Path, nvme_bytes: int) -> None:
+    rows = make_rows()
+    store = opened(tmp_path, rows)
+    put_all(store, rows, KEYS)
+    store.close()
+    with pytest.raises(ConfigError, match="more than drives have"):
+        open_drive(tmp_path, KINDS, rows, nvme_bytes)
+    store = opened(tmp_path, rows)
+    assert ready_of(store, KEYS) == KEYS
+    store.close()
+
+
 # -- damage --------------------------------------------------------------------------------------
 
 
@@ -647,6 +660,8 @@ def test_a_mover_that_is_gone_ends_every_job_and_loses_nothing(tmp_path: Path, b
         ({"cpu_bytes": "1GiB"}, "store_dirs"),
         ({"device": "gds"}, "gds"),
         ({"nvme_bytes": "1MiB"}, "nvme_bytes"),
+        ({"nvme_bytes": (1 << 63) - 1}, "more than drives have"),
+        ({"nvme_bytes": 10**25}, "more than drives have"),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, settings: dict[str, str], said: str) -> None:
