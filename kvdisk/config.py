@@ -111,7 +111,7 @@ def _one_of(choices: tuple[str, ...], also: str = "", accepts: Callable[[Any], b
 
 
 _parse_seconds = _checked(
-    "a number of seconds", lambda value: type(value) in {int, float} and 0 <= value < float("inf"), float
+    "a number of seconds, fewer than 2**31", lambda value: type(value) in {int, float} and 0 <= value < 2**31, float
 )
 _parse_age = _checked(
     "a number of seconds, 600 or more", lambda value: type(value) in {int, float} and 600 <= value < 2**32, float

@@ -42,6 +42,8 @@ logger = logging.getLogger("kvdisk")
 
 _CLOSE_TIMEOUT_S = 30.0
 _DAY_S = 86_400.0
+_MOST_INDEX_BYTES = 1 << 46
+"""Half of what a process can address on most machines: the index of some petabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +199,13 @@ def guests_of(home: Home, rank_count: int) -> GuestSpec | None:
 
 
 def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, drive_count: int) -> NvmeLayout:
-    """Return how an NVMe tier of ``nvme_bytes`` is cut. Raises ConfigError where nothing fits."""
+    """Return how an NVMe tier of ``nvme_bytes`` is cut. Raises ConfigError where nothing fits, or
+    no process could map the index."""
     budget_bytes = max(0, nvme_bytes - HOME_OVERHEAD_BYTES)
-    return NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
+    layout = NvmeLayout.make(budget_bytes, segment_bytes, geometry, map_bytes_for, uses_charge_bytes, drive_count)
+    if layout.index_bytes > _MOST_INDEX_BYTES:
+        raise ConfigError(f"nvme_bytes {nvme_bytes} is more than drives have: give it what store_dirs has room for.")
+    return layout
 
 
 def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:

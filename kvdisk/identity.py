@@ -17,6 +17,9 @@ from kvdisk.errors import KvdiskError, NoThread, start_thread
 
 logger = logging.getLogger("kvdisk")
 
+MOST_DESCRIPTION_BYTES = 256 << 10
+"""Bytes of a description at most, as an engine store has it: a longer file would not be read
+again."""
 GUESS = "guess"
 """In the description of an identity that is found later: its guess, as hex digits. Empty in an
 engine store of which it has misled."""

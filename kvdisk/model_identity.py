@@ -35,6 +35,8 @@ _OF_TEXT = frozenset(
 )
 """Files that say which text tokens stand for, and which come next: nothing that is computed of
 given tokens."""
+_MOST_FACT = 32 << 10
+"""Bytes of one of the facts in a description: a few of them fit (``MOST_DESCRIPTION_BYTES``)."""
 _Digest = Callable[[Sequence[Path]], str]
 
 
@@ -121,7 +123,17 @@ def _hashed(name: str, known: Mapping[str, Any], meaning: Mapping[str, Any]) -> 
         text = json.dumps({"format": FORMAT_VERSION, **known, "meaning": meaning}, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ValueError(f"what gives blocks their meaning is named as JSON values: {error}") from error
-    return Named(hashlib.sha256(text.encode()).digest(), {"model": name, "facts": json.loads(text)})
+    return Named(hashlib.sha256(text.encode()).digest(), {"model": name, "facts": _shown(json.loads(text))})
+
+
+def _shown(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts with a digest of each that is too long to be shown, as of a directory with very
+    many files."""
+    texts = {name: json.dumps(value, indent=2, sort_keys=True) for name, value in facts.items()}
+    return {
+        name: value if len(texts[name]) <= _MOST_FACT else hashlib.sha256(texts[name].encode()).hexdigest()
+        for name, value in facts.items()
+    }
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ fails is a result, never an exception. docs/LIBRARY.md has an example.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import operator
@@ -27,9 +26,10 @@ from kvdisk.blocks import BlockKey, groups_of, make_block_key
 from kvdisk.config import Config
 from kvdisk.context import NoPool
 from kvdisk.device.control import JointCap
+from kvdisk.device.paths import encode_json
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FINGERPRINT_BYTES, Geometry, GroupGeometry, share_slots
-from kvdisk.identity import Identity
+from kvdisk.identity import MOST_DESCRIPTION_BYTES, Identity
 from kvdisk.manager.block_jobs import Prompt
 from kvdisk.manager.catalog import ABSENT, READY, WRITING
 from kvdisk.manager.copies import Offers
@@ -113,9 +113,10 @@ def geometry_of(kinds: Sequence[BlockKind]) -> Geometry:
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
     try:
-        json.dumps(dict(facts))
+        size = len(encode_json({"description": dict(facts)}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"facts are JSON values: {error}") from error
+    need(size <= MOST_DESCRIPTION_BYTES, f"facts take {MOST_DESCRIPTION_BYTES >> 10} KiB at most")
 
 
 def _check_joint_cap(joint_cap: JointCap | None) -> None:
@@ -291,7 +292,8 @@ class BlockStore(BlockStoreFace):
         there.
 
         ``namespace``: 32 bytes that name all whose keys mean the same bytes; only blocks of the
-        same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values.
+        same namespace and kinds are found. ``facts``: what people shall read of it, as JSON values
+        of 256 KiB at most.
         ``start_mover``: None: a thread of this process. ``joint_cap``: what bounds this store and
         others, of any process and namespace, together, beside each one's ``nvme_bytes``. The CPU
         tier of ``config`` is not used. Waits for the drive. Raises ValueError, ConfigError,

@@ -245,22 +245,26 @@ def _read_record(path: Path) -> HomeRecord:
         record = HomeRecord(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptRecord(f"{path} does not have the fields of an engine store") from error
-    numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s, record.index_bytes)
-    if (
-        not all(isinstance(number, int) and 0 <= number < _NUMBER_LIMIT for number in numbers)
-        or not isinstance(record.description, dict)
-        or not isinstance(record.boot_id, str)
-        or not isinstance(record.clean, bool)
-        or not isinstance(record.index_sum, str)
-        or not _are_drives(record.drives)
-        or not (isinstance(record.lineage, str) and (not record.lineage or is_home_id(record.lineage)))
-        or not isinstance(record.guest, bool)
-        or (record.guest and not record.lineage)
-        or len(record.fingerprint) != FINGERPRINT_BYTES
-        or record.format_version != FORMAT_VERSION
-    ):
+    if not _is_sound(record):
         raise CorruptRecord(f"{path} is of another format")
     return record
+
+
+def _is_sound(record: HomeRecord) -> bool:
+    numbers = (record.format_version, record.cap_bytes, record.last_use_s, record.created_s, record.index_bytes)
+    return (
+        all(isinstance(number, int) and 0 <= number < _NUMBER_LIMIT for number in numbers)
+        and isinstance(record.description, dict)
+        and isinstance(record.boot_id, str)
+        and isinstance(record.clean, bool)
+        and isinstance(record.index_sum, str)
+        and _are_drives(record.drives)
+        and (isinstance(record.lineage, str) and (not record.lineage or is_home_id(record.lineage)))
+        and isinstance(record.guest, bool)
+        and not (record.guest and not record.lineage)
+        and len(record.fingerprint) == FINGERPRINT_BYTES
+        and record.format_version == FORMAT_VERSION
+    )
 
 
 def _are_drives(drives: tuple[DriveName, ...]) -> bool:
@@ -274,6 +278,7 @@ def _are_drives(drives: tuple[DriveName, ...]) -> bool:
 
 def write_record(home_path: Path, record: HomeRecord) -> None:
     """Replace HOME in one step; it survives a loss of power. Raises OSError."""
+    assert _is_sound(record), "the next start would take it for damaged, and delete the engine store"
     fields = asdict(record) | {"fingerprint": record.fingerprint.hex()}
     for name in _SELDOM_FIELDS:  # an older kvdisk takes no field that it does not know
         if not fields[name]:

@@ -254,13 +254,16 @@ def encode_json(value: dict[str, Any]) -> bytes:
 
 
 def write_control(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file in one step. It survives a loss of power from here on. Raises OSError.
+    """Replace a JSON file in one step. It survives a loss of power from here on. Raises OSError:
+    EFBIG where ``read_control`` would not read all of it.
 
     The file that it replaces stays beside it (``kept_beside``). The next call writes over it, and
     so needs no room.
     """
     temporary = kept_beside(path)
     encoded = encode_json(value)
+    if len(encoded) > _LONGEST_CONTROL_FILE_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     fd = _open_kept(temporary)
     if fd < 0:
         remove_anything(temporary.parent, temporary.name)

@@ -484,8 +484,9 @@ class Segments:
         return bool(self.writable)
 
     def on_settled(self, record: JobRecord, now: float, dropping: Collection[int]) -> None:
-        """Take note of what a settled job says of the drives that it wrote to, or read from. Reads
-        of segments that are dropped or away say nothing: their files may not have been opened."""
+        """Take note of what a settled job says of the drives that it wrote to, or read from. What
+        fails in segments that are dropped or away says nothing, unless it hangs: their files may
+        not have been opened."""
         wrote: dict[int, bool] = {}
         read_well: int | None = None  # the drive of the last read, if that went well: another tells nothing new
         for at, slot in enumerate(places_in(record.job.moves, self._tier)):
@@ -493,11 +494,12 @@ class Segments:
             if spec is None:
                 continue  # nothing of it was on these drives, or it was a neighbour's
             reason, hangs = record.failed.get(at), at in record.late
+            is_open = spec.segment not in dropping and spec.segment not in self.away
             if record.details[at].target is self._tier:
-                bad = hangs or reason in _WRITE_IS_BAD
+                bad = hangs or (is_open and reason in _WRITE_IS_BAD)
                 if bad or reason is None:
                     wrote[spec.drive] = bad or wrote.get(spec.drive, False)
-            elif spec.segment not in dropping and spec.segment not in self.away and (hangs or reason in _READ_TELLS):
+            elif is_open and (hangs or reason in _READ_TELLS):
                 failed = reason is Reason.IO_ERROR
                 if failed or hangs or spec.drive != read_well:
                     self.drives.note_read_result(spec.drive, now, failed=failed, hangs=hangs)

@@ -174,6 +174,17 @@ def test_a_hold_counts_what_is_before_its_blocks_and_ends(tmp_path: Path) -> Non
     store.close()
 
 
+def test_facts_as_long_as_they_may_be_lose_nothing(tmp_path: Path) -> None:
+    """However they are indented in a file."""
+    rows = make_rows()
+    for facts in ({"numbers": [1] * 29_000}, {"model": "m" * 262_000}):
+        for keys, result in ((KEYS[:4], Result.DONE), (KEYS[:4], Result.PRESENT)):
+            config = Config.from_mapping({"store_dirs": str(tmp_path / next(iter(facts))), "nvme_bytes": PLENTY})
+            store = BlockStore.open(config, NAMESPACE, facts, KINDS, rows)
+            assert put_all(store, rows, keys) == [result] * 4
+            store.close()
+
+
 def test_another_namespace_finds_nothing(tmp_path: Path) -> None:
     rows = make_rows()
     store = opened(tmp_path, rows)
@@ -230,6 +241,19 @@ def test_killed_at_any_instant(tmp_path: Path) -> None:
     assert found > 0
 
 
+@pytest.mark.parametrize("nvme_bytes", [(1 << 63) - 1, 10**25])
+def test_a_cap_without_sense_is_refused_and_nothing_is_lost(tmp_path: Path, nvme_bytes: int) -> None:
+    rows = make_rows()
+    store = opened(tmp_path, rows)
+    put_all(store, rows, KEYS)
+    store.close()
+    with pytest.raises(ConfigError, match="more than drives have"):
+        open_drive(tmp_path, KINDS, rows, nvme_bytes)
+    store = opened(tmp_path, rows)
+    assert ready_of(store, KEYS) == KEYS
+    store.close()
+
+
 # -- damage --------------------------------------------------------------------------------------
 
 
@@ -262,6 +286,22 @@ def test_a_read_error_is_a_result(tmp_path: Path) -> None:
         device.plan.fail = {}
         assert get_all(store, [KEYS[0]]) == [Result.ABSENT]
         store.close()
+
+
+def test_a_file_that_is_gone_at_the_start_stops_no_write_to_its_drive(tmp_path: Path) -> None:
+    """What was to be written there fails, before anybody knows that it is gone; the rest goes
+    elsewhere."""
+    rows = make_rows()
+    store = opened(tmp_path, rows)
+    put_all(store, rows, KEYS[:4])
+    store.close()
+    for file in (tmp_path / "store").rglob("rank0.kv"):
+        file.unlink()
+    store = open_drive(tmp_path, KINDS, rows, PLENTY)
+    put_all(store, rows, KEYS[4:8])
+    assert put_all(store, rows, KEYS[8:]) == [Result.DONE] * 4
+    assert store.stats().counts.get("write_pauses", 0) == 0
+    store.close()
 
 
 # -- drives that are full, or hang ---------------------------------------------------------------
@@ -620,6 +660,8 @@ def test_a_mover_that_is_gone_ends_every_job_and_loses_nothing(tmp_path: Path, b
         ({"cpu_bytes": "1GiB"}, "store_dirs"),
         ({"device": "gds"}, "gds"),
         ({"nvme_bytes": "1MiB"}, "nvme_bytes"),
+        ({"nvme_bytes": (1 << 63) - 1}, "more than drives have"),
+        ({"nvme_bytes": 10**25}, "more than drives have"),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, settings: dict[str, str], said: str) -> None:
@@ -635,6 +677,8 @@ def test_a_wrong_namespace_is_an_error(tmp_path: Path, namespace: Any) -> None:
         BlockStore.open(config, namespace, FACTS, KINDS, make_rows())
     with pytest.raises(ValueError, match="facts are JSON values"):
         BlockStore.open(config, NAMESPACE, {"model": {1, 2}}, KINDS, make_rows())
+    with pytest.raises(ValueError, match="facts take 256 KiB"):
+        BlockStore.open(config, NAMESPACE, {"model": "m" * (1 << 18)}, KINDS, make_rows())
     assert not (tmp_path / "store").exists()
 
 

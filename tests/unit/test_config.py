@@ -96,6 +96,7 @@ def test_wrong_sizes(wrong):
         (STORE | {"nvme_write_bytes_per_day": "much"}, "must be a size"),
         ({"store_decode": 1}, "true or false"),
         ({"lookup_wait_s": float("inf")}, "seconds"),
+        ({"index_commit_s": 1e10}, "fewer than 2..31"),
         ({"io_deadline_s": -1}, "seconds"),
         ({"min_load_tokens": -1}, "whole number"),
         ({"unit_tokens": 0}, "'auto', 'off' or a number of tokens"),

@@ -120,6 +120,16 @@ def test_it_is_written_over_what_it_was_before_and_needs_no_room(written):
     assert paths.read_control(written) == {"long": "y" * 10_000}
 
 
+def test_what_would_not_be_read_again_is_not_written(written):
+    """Else the engine store would be gone with the next start, which takes it for damaged."""
+    before = written.read_bytes()
+    with pytest.raises(OSError, match="File too large"):
+        paths.write_control(written, {"long": "x" * (1 << 20)})
+    assert written.read_bytes() == before
+    paths.write_control(written, {"long": "x" * ((1 << 20) - 32)})
+    assert len(paths.read_control(written)["long"]) == (1 << 20) - 32
+
+
 def test_a_control_file_has_its_name_after_its_bytes_are_on_the_drive(written, monkeypatch):
     """Else a loss of power could leave an empty one."""
     done, sync, exchange = [], os.fsync, paths._exchange

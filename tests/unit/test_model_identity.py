@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from kvdisk.connector.weights import WeightsChanged
+from kvdisk.device.paths import encode_json
 from kvdisk.errors import ConfigError
+from kvdisk.identity import MOST_DESCRIPTION_BYTES
 from kvdisk.model_identity import identity_of, namespace_of, state_of, vouched_namespace
 
 MEANING = {"engine": "an engine 1.2", "dtype": "bfloat16", "rank": [0, 2]}
@@ -121,6 +123,19 @@ def test_a_vouched_name_reads_nothing(tmp_path: Path, name: Callable[..., bytes]
     first = vouched_namespace(str(model), MEANING).fingerprint
     assert first == vouched_namespace(str(model), dict(MEANING)).fingerprint
     assert len({first, vouched_namespace("v2", MEANING).fingerprint, name(model)}) == 3
+
+
+def test_what_is_shown_of_very_many_files_fits_an_engine_store(tmp_path: Path, name: Callable[..., bytes]) -> None:
+    """All of them count."""
+    model = make_model(tmp_path / "one")
+    for number in range(3000):
+        (model / f"{number}.json").write_text("{}")
+    described = namespace_of(model, MEANING, memory=tmp_path / "memory").description
+    assert len(encode_json({"description": described})) <= MOST_DESCRIPTION_BYTES
+    assert described["facts"]["meaning"] == MEANING
+    first = name(model)
+    (model / "2999.json").write_text("[]")
+    assert name(model) != first
 
 
 def test_an_identity_is_found_later(tmp_path: Path) -> None:
