@@ -26,6 +26,8 @@ ONE_SHARD = $(if $(SHARD),--shard "$(SHARD)")
 INSTALL := $(PYTHON) tools/install.py --torch-index "$(TORCH_INDEX)"
 # The Python of the environment that install-device made for DEVICE, which has printed all messages already.
 ON_DEVICE = "$$($(INSTALL) --device "$(DEVICE)" --where 2>/dev/null)/bin/python"
+# Python keeps what it compiles: without, each worker of the tests and each process of theirs compiles all anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Runs a check; says nothing when it passes and everything when it does not.
 quiet = @output=$$($(1) 2>&1) || { printf '%s\n' "$$output"; exit 1; }
 

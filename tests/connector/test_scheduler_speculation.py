@@ -85,7 +85,7 @@ def make_hybrid(engines: Engines, method: str, pipelined: bool, drafts: int, **m
 
 
 @pytest.mark.parametrize(("store_decode", "retention"), [(True, None), (True, 0), (False, 0)])
-@pytest.mark.parametrize("drafts", [1, 5])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.torture), 5])
 @pytest.mark.parametrize(("method", "pipelined"), HYBRIDS)
 def test_recurrent_states_and_drafts(engines, method, pipelined, drafts, store_decode, retention):
     """There is a state after each draft, and the right one comes to its block when it is known

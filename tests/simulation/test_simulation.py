@@ -56,7 +56,7 @@ MUST_HAPPEN = (
 
 
 def test_a_remote_store_that_fails_serves_what_is_right() -> None:
-    counts = run_seeds(0, 25, remote=True)
+    counts = run_seeds(0, 20, remote=True)
     wanted = [f"{op} {result}" for op in ("put", "get") for result in ("OK", "FAILED", "LATE")]
     wanted += ["get ABSENT", "hit_blocks.remote", "sent_blocks", "remote_rejects", "a kill", "a reset", *REMOTE_PICKS]
     missing = [what for what in wanted if not counts[what]]
@@ -64,7 +64,7 @@ def test_a_remote_store_that_fails_serves_what_is_right() -> None:
 
 
 def test_units_of_several_blocks() -> None:
-    counts = run_seeds(0, 25, units=True)
+    counts = run_seeds(0, 15, units=True)
     wanted = ["a reset", "a kill", "an abort", "preempted", "LOAD CHECKSUM", "LOAD whole", "STORE late", *UNIT_PICKS]
     missing = [what for what in wanted if not counts[what]]
     assert not missing, f"it never happened, so nothing is shown about it: {missing}"
@@ -73,7 +73,7 @@ def test_units_of_several_blocks() -> None:
 def test_hosts_that_come_and_go() -> None:
     """Each rank's files are lost, or as they were some lives ago, and some are removed while they
     are open."""
-    counts = run_seeds(0, 36, hosts=True)
+    counts = run_seeds(0, 24, hosts=True)
     wanted = [f"host {what}" for what in ("kept", "replaced", "old", "files lost")]
     wanted += ["removed files were found", "a kill", "a reset", "restarted, and loaded", "DROP_SEGMENT whole"]
     wanted += [f"LOAD {reason}" for reason in ("HEADER", "IO_ERROR", "whole")]
@@ -94,7 +94,7 @@ def test_units_of_several_blocks_for_long() -> None:
 @pytest.mark.parametrize("remote", [False, True])
 def test_prompts_longer_than_every_bound_of_a_step(monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
     lower_bounds(monkeypatch)
-    counts = run_seeds(0, 20, remote=remote)
+    counts = run_seeds(0, 14, remote=remote)
     assert counts["LOAD whole"] and counts["a reset"] and counts["an abort"] and counts["a kill"]
 
 

@@ -15,7 +15,7 @@ SIZES |= manager_sizes.EVICTION_SIZES
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_the_invariants_hold(sizes):
-    run_machine(sizes, examples=10)
+    run_machine(sizes, examples=7)
 
 
 @pytest.mark.torture

@@ -5,7 +5,10 @@ comes of it."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,12 +38,35 @@ def words(text: str) -> list[str]:
     return re.sub(r"\[/?\w+\]", "", text).split()
 
 
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What each command's help is at 80 columns, from one process: it starts for longer than it
+    prints."""
+    code = (
+        "import json, sys; from typer.testing import CliRunner; from kvdisk.cli.main import app;"
+        "said = lambda *words: CliRunner().invoke(app, [*words, '-h']).stdout;"
+        "print(json.dumps({'': said(), **{each: said(each) for each in sys.argv[1:]}}))"
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in {"FORCE_COLOR", "TERMINAL_WIDTH"}}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMANDS],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=kept | {"COLUMNS": "80", "TERM": "dumb"},
+    )
+    shown: dict[str, str] = json.loads(done.stdout)
+    return shown
+
+
+def test_the_installed_command_says_the_same(helps):
+    assert run("-h", COLUMNS="80", TERM="dumb").stdout.split() == helps[""].split()
+
+
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_is_whole_at_80_columns(name, monkeypatch):
+def test_help_is_whole_at_80_columns(name, helps):
     """No line is longer, no word is cut, and no paragraph is broken before its line is full."""
-    for key, value in {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "TERM": "dumb"}.items():
-        monkeypatch.setenv(key, value)
-    shown = run(*filter(None, [name]), "-h", COLUMNS="80", TERM="dumb").stdout
+    shown = helps[name]
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in shown
     if not name:

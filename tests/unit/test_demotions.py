@@ -68,7 +68,7 @@ class Bench(TierBench):
 
 @pytest.mark.parametrize("memory_blocks", [LARGE_MEMORY, SMALL_MEMORY])
 @pytest.mark.parametrize("payloads", PAYLOADS.values(), ids=PAYLOADS)
-@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.25, marks=pytest.mark.torture), 0.5])
 def test_under_a_budget_prompts_are_written_whole(share, payloads, memory_blocks):
     """The drive gets the budget's share of the prompts, and can serve nearly all of it."""
     bench = Bench(payloads, memory_blocks, nvme_write_bytes_per_day=int(share * PROMPTS * 44 * 4096))

@@ -16,7 +16,7 @@ from measure_all import MEASUREMENTS, Places
 from support.measured import run_small
 from support.needs import need, why_no_mooncake
 
-SHORT = {"drive"}
+SHORT = {"identity", "memory"}
 BESIDE = {"engines"}
 """Those that need other engines' packages: ``tests/hicache`` runs them."""
 ROOT = Path(__file__).resolve().parents[2]

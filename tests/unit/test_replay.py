@@ -23,7 +23,7 @@ from rich.console import Console
 
 from kvdisk.blocks import Tier
 from kvdisk.cli.replay.command import _print_table
-from kvdisk.cli.replay.run import run_all
+from kvdisk.cli.replay.run import Replayed, run_all
 from kvdisk.cli.replay.tiers import Capacity, Setting, make_engine
 from kvdisk.cli.replay.trace import Trace, read_trace
 from kvdisk.errors import ConfigError
@@ -230,10 +230,14 @@ def test_wrong_usage_is_one_sentence(small, arguments, said):
     assert said in refused("replay", small, *arguments)
 
 
-@pytest.mark.parametrize("width", [72, 80, 100, 160])
-def test_no_title_and_no_policy_is_cut_however_narrow_the_terminal(chats, width):
+@pytest.fixture(scope="module")
+def found(chats) -> Replayed:
     rooms = {"cpu": room_of(chats, "50", on_nvme=False), "nvme": room_of(chats, "100%"), "gpu_blocks": 40}
-    found = run_all(chats, [Setting(**rooms | POLICIES)], 64 << 20, 1, lambda _: None)
+    return run_all(chats, [Setting(**rooms | POLICIES)], 64 << 20, 1, lambda _: None)
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 160])
+def test_no_title_and_no_policy_is_cut_however_narrow_the_terminal(found, width):
     console = Console(width=width, file=(said := io.StringIO()), markup=False, highlight=False, emoji=False)
     _print_table(found, console)
     titles, _, row, *more = said.getvalue().splitlines()
