@@ -228,11 +228,14 @@ def test_units_of_two_blocks(tiny_llama, tmp_path):
 
 
 def test_by_default_units_of_two_blocks_where_the_longest_prompt_has_many(tiny_llama, tmp_path):
-    """The engine is started for 270,000 tokens, which are 8,438 blocks."""
+    """The engine is started for 270,000 tokens, which are 8,438 blocks. Tokens are as without
+    kvdisk."""
     store, unit_tokens = tmp_path / "store", 2 * BLOCK_TOKENS
     limits = {"max_model_len": 270_000, "num_gpu_blocks_override": 8500, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}
-    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), **limits) as engine:
+    with EngineChild(tiny_llama, tmp_path / "plain", **LIMITS) as engine:
         long = tokens_of(engine.generate(LONG, together=False))
+    with EngineChild(tiny_llama, tmp_path / "log", extra_config=_with_store(store), **limits) as engine:
+        assert tokens_of(engine.generate(LONG, together=False)) == long
         engine.reset()
         warm = engine.generate(LONG, together=False)
         hit_tokens = len(LONG[0]) // unit_tokens * unit_tokens
