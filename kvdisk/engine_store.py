@@ -27,7 +27,7 @@ from kvdisk.device.uses import read_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Named
-from kvdisk.index.index_process import CannotStart
+from kvdisk.index.index_process import CannotStart, Killed
 from kvdisk.index.lmdb_index import LmdbIndex, map_bytes_for
 from kvdisk.index.record_index import Index
 from kvdisk.manager.admission import make_admission
@@ -132,12 +132,35 @@ def _read_or_rebuild(parts: Parts, layout: NvmeLayout, store: Store, home: Home)
     """Open and read the index of an engine store; where that fails, rebuild it and try again.
     Raises CorruptRecord where it can never be rebuilt, DeviceError."""
     try:
-        return _read(parts, layout, store, home)
+        return _read_twice(parts, layout, store, home)
     except (CorruptRecord, DeviceError) as error:
-        if home.fresh or error.is_of_process or isinstance(error, CannotStart):
+        if home.fresh:
+            raise _unreadable(home, error) from error
+        if error.is_of_process or isinstance(error, CannotStart | Killed):
             raise
         logger.warning("kvdisk cannot read the index of engine store %s: %s", home.id, error)
     rebuild_index(home, layout.index_bytes, leave_unread=True)
+    try:
+        return _read_twice(parts, layout, store, home)
+    except CorruptRecord as error:
+        raise _unreadable(home, error) from error
+
+
+def _unreadable(home: Home, error: CorruptRecord | DeviceError) -> DeviceError:
+    """Return what to raise for an index that cannot be read though it is new: that says nothing of
+    the blocks."""
+    if isinstance(error, DeviceError):
+        return error
+    return DeviceError(errno.EIO, f"the new index of engine store {home.id} cannot be read: {error}")
+
+
+def _read_twice(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[LmdbIndex, NvmeSpace]:
+    """Open and read the index of an engine store; once more where its process was killed. Raises
+    CorruptRecord, DeviceError."""
+    try:
+        return _read(parts, layout, store, home)
+    except Killed as error:
+        logger.warning("kvdisk reads the index of engine store %s once more: %s", home.id, error)
     return _read(parts, layout, store, home)
 
 
@@ -155,7 +178,7 @@ def _read(parts: Parts, layout: NvmeLayout, store: Store, home: Home) -> tuple[L
         nvme.restore(home.id, home.fingerprint, read_uses(home.path), guests_of(home, geometry.rank_count))
         nvme.note_time(in_record_s(time.time()))
     except BaseException:
-        index.close()
+        index.abandon()
         raise
     return index, nvme
 

@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import numpy as np
 
@@ -50,17 +50,19 @@ def open_index(
     if not home.index_is_sound():
         rebuild_index(home, index_bytes, leave_unread=True)
     index = _open(home, index_bytes, commit_s)
-    with ExitStack() as held:
-        held.callback(index.close)
+    try:
         records = list(index.segments())
         dropped = excess(records, slot_sizes, segments_bytes, _ranks(home)) if records else []
-        too_long = (home.index_path / INDEX_FILE).stat().st_size > index_bytes
+        too_long = _file_bytes(home) > index_bytes
         if dropped or too_long:
             _cut(home, index, dropped)
         if not too_long:
-            held.pop_all()
             return index
         segments, blocks = list(index.segments()), index.block_columns()
+    except BaseException:
+        index.abandon()
+        raise
+    index.close()
     home.remove_index()  # LMDB's file never shrinks
     _write_index(home, segments, blocks, index_bytes)
     return LmdbIndex(home.index_path, map_bytes=index_bytes, commit_s=commit_s)
@@ -138,7 +140,7 @@ def cut_home(
     home.await_index()
     if not home.index_is_sound():
         raise CorruptRecord(f"the index of engine store {home.id} cannot be trusted")
-    map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * (home.index_path / INDEX_FILE).stat().st_size)
+    map_bytes = max(home.record.index_bytes, map_bytes_for(0) + 2 * _file_bytes(home))
     index = _open(home, map_bytes)
     try:
         records = list(index.segments())
@@ -180,6 +182,12 @@ def _erase(home: Home, segments: Sequence[SegmentRecord], slots: Sequence[Slot])
                 file.close()
 
 
+def _file_bytes(home: Home) -> int:
+    """Return the size of the index's data file. Raises DeviceError."""
+    with device_errors(f"looking at the index of engine store {home.id}"):
+        return (home.index_path / INDEX_FILE).stat().st_size
+
+
 def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
     """Open an index to write. Raises CorruptRecord where it is not sound, DeviceError, StoreLocked.
 
@@ -196,7 +204,7 @@ def _open(home: Home, map_bytes: int, commit_s: float = 0.05) -> LmdbIndex:
             if not list(index.segments()) and any(map(is_directory, found)):
                 raise CorruptRecord("it knows none of the segments that there are")
     except BaseException:
-        index.close()
+        index.abandon()
         raise
     return index
 

@@ -25,16 +25,21 @@ _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 class ChildEnded(KvdiskError):
     """The process has ended. ``damaged``: reading the file ended it. ``late``: it did not answer in
-    time."""
+    time. ``killed``: a signal ended it that says nothing of the file, as where memory is short."""
 
-    def __init__(self, what: str, *, damaged: bool = False, late: bool = False) -> None:
+    def __init__(self, what: str, *, damaged: bool = False, late: bool = False, killed: bool = False) -> None:
         super().__init__(what)
         self.damaged = damaged
         self.late = late
+        self.killed = killed
 
 
 class CannotStart(DeviceError):
     """The process cannot start, which says nothing about an index."""
+
+
+class Killed(DeviceError):
+    """The process was killed while it opened or read an index, which says nothing about that."""
 
 
 class IndexProcess:
@@ -106,7 +111,7 @@ class IndexProcess:
             return ChildEnded("the index process cannot be killed")
         if -ended.code in _DAMAGED:
             return ChildEnded(f"the file is damaged: reading it ended in {ended.how}", damaged=True)
-        return ChildEnded(f"the index process failed: {ended.how}")
+        return ChildEnded(f"the index process failed: {ended.how}", killed=ended.code < 0)
 
     def _start(self) -> ChildProcess:
         try:

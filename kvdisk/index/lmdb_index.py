@@ -19,7 +19,7 @@ from kvdisk.child import REAP_S
 from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
 from kvdisk.index.base import BlockColumns, IndexState, Progress, SegmentRecord
 from kvdisk.index.commit_writer import CommitWriter, IndexGone
-from kvdisk.index.index_process import MAIN, ChildEnded, IndexProcess
+from kvdisk.index.index_process import MAIN, ChildEnded, IndexProcess, Killed
 from kvdisk.index.map_size import MIN_MAP_BYTES, map_bytes_for
 from kvdisk.index.packed import Operation, Packed, Table
 from kvdisk.index.record_index import Index, Part
@@ -81,7 +81,8 @@ class TablesProcess:
         try:
             self._transaction = self._open(math.inf)
         except ChildEnded as error:
-            raise CorruptRecord(f"index {path}: {error}") from error
+            about = f"index {path}: {error}"
+            raise Killed(errno.EIO, about) if error.killed else CorruptRecord(about) from error
         except BaseException:
             self._process.stop()
             raise
@@ -92,14 +93,17 @@ class TablesProcess:
         return self._process.pid
 
     def read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
-        """See ``Index._read``. Raises IndexGone, also for a record that does not decode."""
+        """See ``Index._read``. Raises IndexGone, also for a record that does not decode; Killed."""
         with self._asking, closing(self._process.parts(math.inf, "scan", table)) as parts:
             if self._gone is not None:
                 raise self._gone
             try:
                 return [decode(packed) for packed in parts]
             except (ChildEnded, CorruptRecord) as error:
-                raise self._given_up(error) from error
+                gone = self._given_up(error)
+                if isinstance(error, ChildEnded) and error.killed:
+                    raise Killed(errno.EIO, str(gone)) from error
+                raise gone from error
 
     def commit(self, operations: Sequence[Operation]) -> None:
         plain = [(int(table), key, value) for table, key, value in operations]
@@ -196,7 +200,8 @@ class LmdbIndex(Index):
     not be carried over a fork.
 
     Raises StoreLocked where another process has it open, CorruptRecord where the files are no
-    index, DeviceError where the system refuses.
+    index, DeviceError where the system refuses (``Killed`` where it ends the process; so does a
+    read).
     """
 
     def __init__(self, path: Path | str, *, map_bytes: int, commit_s: float = 0.05, max_queued: int = 65536) -> None:
@@ -235,6 +240,11 @@ class LmdbIndex(Index):
                 self._tables.kill()  # what it is at is done whole, or not at all
             raise DeviceError(errno.ETIMEDOUT, "index: the last commit has not ended")
         self._tables.close()
+
+    def abandon(self) -> None:
+        """Close after an error, which says more than what ``close`` would raise of it."""
+        with suppress(CorruptRecord, DeviceError):
+            self.close()
 
     def _read(self, table: Table, decode: Callable[[Packed], Part]) -> list[Part]:
         assert not self._closed

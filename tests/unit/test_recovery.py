@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -31,6 +32,7 @@ from rebuild_stores import (
     start,
     write_block,
 )
+from support import dying_index
 
 from kvdisk import recovery
 from kvdisk.blocks import BlockKey, Slot
@@ -39,6 +41,7 @@ from kvdisk.device import paths, rebuild
 from kvdisk.device.segment import scan_file
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
+from kvdisk.index import lmdb_index
 from kvdisk.index.base import BlockRecord
 from kvdisk.index.lmdb_index import TablesProcess
 from kvdisk.index.lmdb_tables import LmdbTables
@@ -234,6 +237,57 @@ def test_a_home_that_does_not_say_what_it_holds_is_given_up(path, monkeypatch, c
     assert not old.exists()
 
 
+def kill_readers(path: Path, count: int) -> None:
+    """Have the next readers of the index of an engine store killed, as where memory is short."""
+    deaths = home_path(path) / dying_index.DEATHS
+    deaths.mkdir()
+    for number in range(count):
+        (deaths / str(number)).touch()
+
+
+@pytest.fixture
+def mortal(monkeypatch):
+    """The processes of indexes heed ``kill_readers``."""
+    monkeypatch.setattr(lmdb_index, "TablesProcess", partial(TablesProcess, main=dying_index.__name__))
+
+
+@pytest.mark.usefixtures("mortal")
+def test_an_index_whose_reader_is_killed_is_read_once_more(path, caplog):
+    expected = make_store(path)
+    kill_readers(path, 1)
+    assert served(path) == expected
+    assert "once more: index" in caplog.text and "SIGKILL" in caplog.text
+    assert "rebuil" not in caplog.text
+    assert served(path) == expected
+
+
+@pytest.mark.usefixtures("mortal")
+@pytest.mark.parametrize("damage", [None, _garbage])
+def test_readers_that_are_killed_cost_this_start_and_no_block(path, caplog, damage):
+    """They say nothing of the blocks, nor of the index."""
+    expected = make_store(path)
+    if damage is not None:
+        damage(home_path(path) / "index")
+    kill_readers(path, 2)
+    assert served(path) == set()
+    assert "leaves engine store" in caplog.text and "gives up" not in caplog.text
+    assert caplog.text.count("rebuilds the index") == (damage is not None)
+    caplog.clear()
+    assert served(path) == expected
+    assert "rebuil" not in caplog.text
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_new_index_whose_readers_are_killed_is_a_device_error(path):
+    """With which the engine starts without NVMe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(homes.Home, "await_index", lambda _: kill_readers(path, 2))
+        with pytest.raises(DeviceError, match="SIGKILL"):
+            start(path)
+    assert not list((path / "homes").iterdir())
+    assert served(path) == set()
+
+
 @pytest.mark.parametrize("call", ["scan_home", "remove_lost", "write_index"])
 def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, monkeypatch, caplog, call):
     expected = make_store(path)
@@ -247,6 +301,23 @@ def test_a_drive_that_fails_in_a_rebuild_costs_this_start_and_no_block(path, mon
     assert "until the next start" in said
     assert served(path) == expected, "the fullest home"
     assert len(os.listdir(path / "homes")) == 2
+
+
+def test_an_index_file_that_goes_while_it_is_opened_costs_no_block(path, monkeypatch, caplog):
+    """As where somebody deletes it just then."""
+    expected = make_store(path)
+    real = recovery._open
+
+    def open_and_remove(home, *arguments):
+        index = real(home, *arguments)
+        (home.index_path / "data.mdb").unlink()
+        monkeypatch.setattr(recovery, "_open", real)
+        return index
+
+    monkeypatch.setattr(recovery, "_open", open_and_remove)
+    assert served(path) == expected
+    assert caplog.text.count("rebuilds the index") == 1
+    assert served(path) == expected
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
