@@ -298,6 +298,14 @@ class ManagerWatch(Watch):
         assert far.count(False) <= bounds.JOBS
         assert far.count(True) <= bounds.JOBS
 
+    def _is_open(self, job: Job, position: int) -> bool:
+        """Whether a move writes to a segment whose files are there, as far as is known: elsewhere a
+        failed write says nothing of the drive."""
+        nvme, slot = self.parts.nvme, job.moves[position].slots.get(Tier.NVME) if position >= 0 else None
+        if nvme is None or slot is None:
+            return True
+        return slot.segment not in nvme._drops and slot.segment not in nvme.segments.away
+
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
         nvme = self.parts.nvme
@@ -494,7 +502,7 @@ class ManagerWatch(Watch):
 
     def _note_failure(self, job: Job, owner: str, position: int, reason: Reason, *, late: bool) -> None:
         nvme = self.parts.nvme
-        bad_write = _writes(job) and (late or reason in _BAD_WRITE)
+        bad_write = _writes(job) and (late or (reason in _BAD_WRITE and self._is_open(job, position)))
         if nvme is not None and nvme.update_writable(self.engine.now) and bad_write:
             self._write_failed_s = self.engine.now
             self._first_paused = self.parts.transfers._next_id

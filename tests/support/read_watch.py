@@ -43,6 +43,9 @@ class ReadWatch:
     """Requests that have waited for as long as they may."""
     _reads: dict[tuple[int, BlockKey], JobId] = field(default_factory=dict)
     """By epoch and key: the job that is reading a block into a CPU slot."""
+    _impatient: set[JobId] = field(default_factory=set)
+    """Those of requests that have waited for as long as they may, also for a load of which a part
+    is not planned yet: when that is, it may read what these read."""
     _last_loads: dict[BlockKey, JobId] = field(default_factory=dict)
     """The last load of a block: one that two load is the later one's, also when
     that ends before."""
@@ -105,12 +108,16 @@ class ReadWatch:
             assert owner is not None
             self._note_load(job, owner)
         kinds = {JobKind.LOAD, JobKind.PROMOTE}
+        is_later_part = job.kind is JobKind.LOAD and self.parts.manager._loads._by_job[job.id].id != job.id
+        patient = job.kind is JobKind.PROMOTE or owner not in self._gave_up
+        if not patient:
+            self._impatient.add(job.id)
         for move in job.moves if job.kind in kinds else ():
             if Tier.NVME not in move.slots and Tier.REMOTE not in move.slots:
                 continue
-            twice = (job.epoch, move.key) in self._reads
-            patient = job.kind is JobKind.PROMOTE or owner not in self._gave_up
-            assert not (twice and patient), f"{move.key!r} is read a second time before the first has ended"
+            first = self._reads.get((job.epoch, move.key))
+            may_read = first is None or not patient or (is_later_part and first in self._impatient)
+            assert may_read, f"{move.key!r} is read a second time before the first has ended"
             if Tier.CPU in move.slots:
                 self._reads[job.epoch, move.key] = job.id
         if job.kind is JobKind.PROMOTE:
