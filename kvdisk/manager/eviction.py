@@ -289,6 +289,8 @@ class EvictionPolicy:
     def worths(self) -> Callable[[int], float]:
         """Return ``worth_of`` for one search: of copies of a class that were used at once it finds
         it once."""
+        if type(self).worth_of is not EvictionPolicy.worth_of:
+            return self.worth_of
         numbers, last, end, worth = self._list_of, self._last, len(self._list_of), self._worth
         known: dict[tuple[int, int], float] = {}
 
