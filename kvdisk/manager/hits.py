@@ -20,6 +20,8 @@ from kvdisk.manager.requests import Asked, RequestOutcome, RequestState
 from kvdisk.manager.tiers import Tiers
 from kvdisk.stats import Miss
 
+_SLOWEST_FIRST = tuple(reversed(HIT_TIERS))
+
 
 class LoadedBlocks(NamedTuple):
     """What a load brings, block by block: its group, its position there, and the tier that it comes
@@ -28,6 +30,12 @@ class LoadedBlocks(NamedTuple):
     groups: bytes
     positions: array[int]
     tiers: bytes
+
+    @property
+    def slowest(self) -> Tier:
+        """The slowest tier that a block comes from; the GPU where none comes from any. Quick,
+        however many blocks there are."""
+        return next((tier for tier in _SLOWEST_FIRST if tier in self.tiers), Tier.GPU)
 
     def before(self, position: int) -> LoadedBlocks:
         """Return the blocks of all groups that are before this position."""
@@ -253,7 +261,7 @@ class HitCounts:
             return self._nothing.copy()
         # Of a unit the GPU may have a part: what is loaded is whole blocks of the engine's.
         groups, grain, first = self._geometry.groups, self._geometry.hash_tokens, self._tiers.first.tier
-        if max(blocks.tiers, default=0) <= first:
+        if blocks.slowest <= first:
             return self._nothing | {first: tokens // grain * grain}
         only_states = all(group.state_tokens is not None for group in groups)
         if len(blocks.tiers) <= _FEW:

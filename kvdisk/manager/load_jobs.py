@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import HIT_TIERS, BlockKey, JobId, Tier
+from kvdisk.blocks import BlockKey, JobId, Tier
 from kvdisk.manager.catalog import NONE, READY
 from kvdisk.manager.copies import Copies, Read, moves_of
 from kvdisk.manager.demand import Demand
@@ -36,7 +36,6 @@ _FEW = 32
 _STRETCH = 1024
 """Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
-_TIER_OF = {int(tier): tier for tier in HIT_TIERS}
 
 
 class GpuLoads:
@@ -477,7 +476,7 @@ class LoadJobs:
         del self._under_way[load.id]
         self.gpu_loads.end(load.id)
         if load.sent_s is not None and load.keys and not load.failed:
-            self._threshold.loaded(_TIER_OF[max(load.blocks.tiers)], now - load.sent_s)
+            self._threshold.loaded(load.blocks.slowest, now - load.sent_s)
         if not load.is_left:
             self._end_of_request(load, now)
 
