@@ -157,8 +157,7 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
             self._questions.drop_waiting()
         if self.hints and not self._work.has(Kind.HINT_ENDS, self):
             self._work.add(Kind.HINT_ENDS, self, self._forget_old())
-        if self._work.waits:
-            self._work.run(now, Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
+        self._work.run(now, Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
 
     def _take_in(self, answer: AnswerT, now: float) -> Work:
         question = self._questions.answered(answer.ticket)

@@ -84,7 +84,7 @@ class PeerHints:
 
     def is_asking(self, request: Asking) -> bool:
         """Whether an answer to a request's questions is still to come."""
-        return bool(self._sources) and any(source.is_asking(request) for source in self._sources)
+        return any(source.is_asking(request) for source in self._sources)
 
     def absorb(self, now: float) -> None:
         """Take in the answers that have come, and forget hints that are too old."""

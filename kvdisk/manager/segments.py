@@ -113,7 +113,7 @@ class NvmeLayout:
         )
 
 
-_NO_DRIVES = _NONE = frozenset[int]()
+_NONE = frozenset[int]()
 
 
 class _Pause(Enum):
@@ -150,9 +150,7 @@ class Drives:
     @property
     def quarantined(self) -> frozenset[int]:
         """The drives that are neither read nor written, as of the last failure or ``refresh``."""
-        return (
-            frozenset([drive for drive, pause in self._ends_s if pause is _Pause.ALL]) if self._ends_s else _NO_DRIVES
-        )
+        return frozenset([drive for drive, pause in self._ends_s if pause is _Pause.ALL]) if self._ends_s else _NONE
 
     def refresh(self, now: float) -> bool:
         """End the pauses that are over; return whether there were any."""

@@ -135,11 +135,6 @@ class StepWork:
         """Return whether work of a kind waits, of this owner or (None) of any."""
         return kind in self._waiting if owner is None else owner in self.owners(kind)
 
-    @property
-    def waits(self) -> bool:
-        """Whether any work waits."""
-        return bool(self._waiting)
-
     def owners(self, kind: Kind) -> Collection[object]:
         """Return whose work of a kind waits, the first first."""
         return self._waiting.get(kind, {}).keys()
@@ -239,7 +234,7 @@ class StepWork:
     def is_pending(self, now: float, *, silent: bool) -> bool:
         """Return whether an engine that rests makes steps for what waits. ``silent``: jobs and
         commits have been silent for long."""
-        return bool(self._waiting) and any(
+        return any(
             SHARES[kind].keeps_awake and (SHARES[kind].when_silent or not silent) and self._is_open(kind, now)
             for kind in self._waiting
         )

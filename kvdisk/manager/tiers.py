@@ -227,7 +227,7 @@ class MemorySpace(TierSpace):
             yield len(rows)
 
     def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:
-        rows = self._forgotten.of(size_class, count, tenant) if self._forgotten else ()
+        rows = self._forgotten.of(size_class, count, tenant)
         if rows:
             self.end(rows)
         return len(rows)

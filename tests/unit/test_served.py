@@ -91,6 +91,7 @@ def test_few_blocks_divide_as_many_do(data, geometry):
     start, tokens = (data.draw(st.integers(0, 12)) * step for _ in range(2))
     places = st.tuples(st.integers(0, len(geometry.groups) - 1), st.integers(0, 12), st.sampled_from([0, CPU, NVME]))
     blocks = blocks_of(sorted(data.draw(st.lists(places, min_size=1, max_size=12))))
+    assert blocks.slowest == max(blocks.tiers)
     found = []
     for few in (0, 12):
         with mock.patch.object(hits, "_FEW", few):
