@@ -109,6 +109,7 @@ def test_a_job_ends_before_the_step_after_it() -> None:
 def test_questions_leave_the_stores_thread_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would hold the lock while it waits for the interpreter."""
     monkeypatch.setattr(shared_store, "_REST_S", 10 * SAFETY_S)
+    monkeypatch.setattr(shared_store, "_SOON_S", 0.0)  # who waits at all waits for the rest's end
     steps = 0
 
     class Counted(MemoryBlocks):
