@@ -161,7 +161,7 @@ def has_records(store: Path) -> bool:
 def test_the_next_engine_waits_for_a_commit_that_a_killed_one_has_under_way(ends, tmp_path, caplog, monkeypatch):
     """Or leaves that engine store alone, where the commit does not end: it is written to later."""
     monkeypatch.setattr(homes, "INDEX_WAIT_S", WAIT_S if ends else 0.2)
-    settings = ProcessSettings(str(tmp_path / "store"), seed=SEED, blocks=24, commit_s=0.0)
+    settings = ProcessSettings(str(tmp_path / "store"), seed=SEED, commit_s=0.0)  # so many blocks never all go at once
     with Child(tmp_path, settings) as child:
         child.wait_serving()
         until(lambda: has_records(tmp_path / "store"), "records of blocks on NVMe")
