@@ -203,7 +203,7 @@ def _give_up(store: Store, home: Home, error: Exception) -> None:
             home.close(clean=False)
             raise
         return
-    text = "kvdisk leaves engine store %s as it is until the next start, and takes another: %s"
+    text = "kvdisk leaves engine store %s as it is until the next start, and uses the room beside it: %s"
     logger.warning(text, home.id, error)
     with suppress(DeviceError):
         home.close(clean=False)

@@ -10,6 +10,9 @@ its full size. ``store`` measures and deletes.
 Owners with a joint cap count as one owner with that cap, as long as one of them lives. What the
 others of them left counts against it, and makes room for them alone: they may be starting again,
 one after the other. See docs/decisions/0064-joint-cap.md.
+
+What a live owner could not open at its start stays, and counts: the owner has the room beside it.
+See docs/decisions/0058-cannot-now-is-not-lost.md.
 """
 
 from __future__ import annotations
@@ -124,9 +127,17 @@ class Stock:
     def _joint_caps(self) -> dict[str, int]:
         return joint_caps(joint for _, joint in self._live_caps)
 
+    @property
+    def left(self) -> frozenset[str]:
+        """The engine stores that live owners could not open: they are not deleted for room."""
+        names = frozenset[str]().union(*(home.record.leaves for home in self.homes if home.live and home.record))
+        return frozenset(
+            home.id for home in self.homes if home.id in names or (home.record and home.record.lineage in names)
+        )
+
     def unowned_to_delete(self, fingerprint: bytes) -> list[Holding]:
-        """Return ``unowned`` in the order of deletion: those of this namespace after others, and
-        those that a joint cap of a live owner has room for after all."""
+        """Return ``unowned`` but for ``left`` in the order of deletion: those of this namespace
+        after others, and those that a joint cap of a live owner has room for after all."""
         spared = self._joint_caps
 
         def turn(home: Holding) -> tuple[bool, bool]:
@@ -134,7 +145,8 @@ class Stock:
             joint = record and record.joint_cap
             return bool(joint and joint.name in spared), bool(record and record.fingerprint == fingerprint)
 
-        return sorted(self.unowned, key=turn)
+        left = self.left
+        return sorted((home for home in self.unowned if home.id not in left), key=turn)
 
     def exceeds(self, needed_bytes: int) -> bool:
         """Return whether ``needed_bytes`` more would exceed the caps of the live owners."""

@@ -40,6 +40,7 @@ JOINT_CAP = "joint_cap"
 """In the description of a home: there an older kvdisk lets it be. Another field is damage to
 it."""
 TOGETHER = "together"
+LEAVES = "leaves"
 """In the description of a home, likewise."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 # A store whose maker died, and what a fresh file system holds, may become a store.
@@ -131,6 +132,13 @@ class HomeRecord:
     def with_together(self, together: Together) -> HomeRecord:
         """Return this with another ``together``."""
         return replace(self, description={**self.description, TOGETHER: together._asdict()})
+
+    @property
+    def leaves(self) -> frozenset[str]:
+        """The ids and lineages of homes that the owner could not open at its start. They stay for
+        the next one: nobody deletes them for room while the owner lives."""
+        said = self.description.get(LEAVES)
+        return frozenset(name for name in said if isinstance(name, str)) if isinstance(said, list) else frozenset()
 
     def is_of_member(self, joint: JointCap | None) -> bool:
         """Return whether an owner with this joint cap may take the home over: it is not another

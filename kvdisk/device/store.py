@@ -43,6 +43,7 @@ from kvdisk.device.control import (
     HOMES,
     INDEX,
     JOINT_CAP,
+    LEAVES,
     LOCK_FILE,
     SALT_KEY_FILE,
     STORE_FILE,
@@ -207,21 +208,25 @@ class Store:
         its index can be trusted is the next question: see ``Home``. Unowned homes go that are not
         complete, or that ``cap`` says must go for this one to fit; on a drive without room even for
         HOME others go too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the
-        index may grow to. ``spread``: ranks may be on other hosts. ``except_ids``: homes that are
-        left alone. ``joint``: what bounds this home and others together. Where that has no room
-        for another of this cap, and the same member lives, this waits for its end, up to
-        JOINT_WAIT_S. Raises StoreLocked, DeviceError.
+        index may grow to. ``spread``: ranks may be on other hosts. ``except_ids``: homes that
+        cannot be opened now: they stay, and count, while the owner lives. ``joint``: what bounds
+        this home and others together. Where that has no room for another of this cap, and the same
+        member lives, this waits for its end, up to JOINT_WAIT_S. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
         description = json.loads(json.dumps(description))  # as HOME will have it, to be compared
-        for ours in (JOINT_CAP, TOGETHER):
+        for ours in (JOINT_CAP, TOGETHER, LEAVES):
             description.pop(ours, None)
         if joint is not None:
             description[JOINT_CAP] = joint._asdict()
             self._await_end(fingerprint, description, joint, cap_bytes)
         with self._stock() as stock:
-            stock.homes = [home for home in stock.homes if home.id not in except_ids]
+            left = [home for home in stock.homes if home.id in except_ids]
+            stock.homes = [home for home in stock.homes if home not in left]
+            if left:
+                lineages = {home.record.lineage for home in left if home.record} - {""}
+                description[LEAVES] = sorted(lineages.union(except_ids))
             self._tell_of_other_machines(stock, fingerprint, description)
             for home in stock.unowned:
                 if home.record is None:
@@ -633,7 +638,10 @@ class Store:
         """Return what a home has on the drives, with what they have free and what may make room for
         it. Raises StoreLocked, DeviceError."""
         with self._stock() as stock:
-            held = sum(home.allocated_bytes for home in stock.homes if home.id == home_id or not home.live)
+            left = stock.left
+            held = sum(
+                home.allocated_bytes for home in stock.homes if home.id == home_id or not (home.live or home.id in left)
+            )
             free = {os.stat(drive.path).st_dev: _free_bytes(drive.path) for drive in self.drives}
         return held + sum(free.values())
 
@@ -760,7 +768,9 @@ class Store:
             self._remove_loose(stock)
         mine = [home.id for home in stock.of(joint)]
         for home in stock.unowned:
-            if home.id in mine and stock.exceeds_joint(joint, needed_bytes) and home.last_use_s <= unused_since_s:
+            if home.id not in mine or home.id in stock.left:
+                continue
+            if stock.exceeds_joint(joint, needed_bytes) and home.last_use_s <= unused_since_s:
                 self._delete(stock, home)
         for home in stock.unowned_to_delete(fingerprint):
             if stock.exceeds(needed_bytes) and home.last_use_s <= unused_since_s:

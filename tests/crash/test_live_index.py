@@ -4,6 +4,7 @@ sentence says what is kept no more, and the next engine serves what is on the dr
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_children import SEED, Child
+from live_children import SEED, Child, held_bytes
 from support.live_audit import audit
 from support.live_engine import LiveEngine
 from support.live_load import LiveLoad, LoadShape
@@ -23,6 +24,7 @@ from support.waits import WAIT_S, lives, until
 
 from kvdisk import engine_store
 from kvdisk.device import home as homes
+from kvdisk.device.home_lock import lock_directory, unlock_directory
 from kvdisk.device.listing import list_homes
 from kvdisk.index import commit_writer, lmdb_index
 from kvdisk.index.base import IndexState
@@ -201,6 +203,36 @@ def test_the_next_engine_waits_for_a_commit_that_a_killed_one_has_under_way(ends
     last.run_until_quiet()
     assert audit(last) > 0, "the store of the one that was killed, the fullest"
     last.close()
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_what_cannot_be_opened_stays_and_the_engine_uses_the_room_beside_it(fills, quick_path, caplog, monkeypatch):
+    """The next start has it."""
+    store = quick_path / "store"
+    config = MODEL.config(str(store), blocks=64, segment_blocks=4, store_decode=True)
+    first = LiveEngine(config, MODEL)
+    load = LiveLoad(first, SEED, LoadShape(forgets=0.5))
+    run(load, lambda: first.manager.stats["evicted_blocks.nvme" if fills else "demoted_blocks"], "blocks on NVMe")
+    load.end()
+    held = audit(first)
+    first.close()
+    (old,) = list_homes(store)
+    assert held >= 2
+    monkeypatch.setattr(homes, "INDEX_WAIT_S", 0.1)
+    lock = lock_directory(old.index_path, fcntl.LOCK_EX, WAIT_S, "the index")
+    engine = LiveEngine(config, MODEL)
+    assert "leaves engine store" in caplog.text
+    assert engine.parts.home is not None and engine.parts.home.fresh
+    unlock_directory(lock)
+    LiveLoad(engine, SEED + 1, LoadShape(forgets=0.5)).run_requests(60)
+    (left,) = [home for home in list_homes(store) if home.id != engine.parts.home.id]
+    assert left.segments == old.segments and held_bytes(store) <= config.nvme_bytes
+    assert fills or audit(engine) > 0
+    engine.close()
+    if fills:
+        last = LiveEngine(config, MODEL)
+        assert audit(last) == held
+        last.close()
 
 
 PROGRAM = """

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 from kvdisk.device import paths
 from kvdisk.device import store as store_module
 from kvdisk.device.cap import ORPHAN_SPARED_S
-from kvdisk.device.control import JointCap, home_ids, read_record
+from kvdisk.device.control import JointCap, home_ids, read_record, write_record
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
 from kvdisk.messages import HomeSpec, SegmentSpec
@@ -40,11 +42,14 @@ class Engine:
         index_bytes: int = 0,
         now: int = 0,
         joint: JointCap | None = None,
+        beside: Collection[str] = (),
     ) -> None:
         self.now_s = now
         self.store = store = Store.open(path, clock=lambda: self.now_s)
         fingerprint = name.encode() * 32
-        self.home = store.acquire_home(fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes, joint=joint)
+        self.home = store.acquire_home(
+            fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes, joint=joint, except_ids=beside
+        )
         self.files = HomeFiles(path, 0, 1)
         own_clock = SimpleNamespace(open=partial(Store.open, clock=lambda: self.now_s))
         known = tuple(int(name) for name in os.listdir(self.home.segments_path))
@@ -126,6 +131,38 @@ def test_other_namespaces_go_first_and_the_oldest_of_them(path):
         assert allocated(path) <= CAP
     assert gone_in_order == [old["c"].home.id, old["b"].home.id, same.home.id]
     beside.leave()
+
+
+@pytest.mark.parametrize("joint", [None, JointCap("all", 2 * CAP, "0")])
+def test_what_an_owner_cannot_open_stays_while_it_lives_whoever_needs_room(path, joint):
+    old = Engine(path, "a", now=1, joint=joint)
+    assert old.fill() == 7
+    left = old.leave()
+    engine = Engine(path, "a", now=2, joint=joint, beside=[left])
+    other = Engine(path, "b", now=2, joint=joint and joint._replace(member="1"))
+    for owner in (engine, other):
+        owner.now_s += 2 * ORPHAN_SPARED_S
+        owner.keep(owner.now_s)
+    assert other.fill() == 7
+    assert engine.fill() == 1, "which the two have beyond whole segments"
+    assert left in ids(path) and allocated(path) <= 2 * CAP
+    engine.leave()
+    other.leave()
+    assert Engine(path, "a", now=3, joint=joint).next == 7, "the next one has it"
+
+
+def test_what_ranks_on_this_host_have_of_it_stays_as_well(path):
+    """A guest is named by the lineage of the home that an owner elsewhere could not open."""
+    old = Engine(path, "a", now=1)
+    assert old.fill() == 7
+    record = replace(old.home.record, guest=True, lineage="1" * 32)
+    old.leave()
+    write_record(path / "homes" / old.home.id, record)
+    live = Engine(path, "b", now=2)
+    write_record(live.home.path, replace(live.home.record, description={"geometry": 1, "leaves": ["1" * 32, 5]}))
+    live.now_s += 2 * ORPHAN_SPARED_S
+    live.fill()
+    assert old.home.id in ids(path) and allocated(path) <= CAP
 
 
 def test_a_live_home_never_goes_and_its_index_counts_as_it_may_become(path):
