@@ -104,6 +104,8 @@ class ManagerWatch(Watch):
     tenant_of: Callable[[str], int] = lambda _: 0
     must_stay: set[int] = field(default_factory=set)
     """Segments that some rank could not open, for no reason by which they are lost."""
+    _unopened: set[int] = field(default_factory=set)
+    """Segments that some rank could not open, as the report says that is being settled."""
     _first_held: dict[Tier, Counter[tuple[int, int]]] = field(default_factory=dict)
     """See ``_held_of_tenants``, at the start."""
     stored_s: dict[tuple[BlockKey, int], int] = field(default_factory=dict)
@@ -304,7 +306,7 @@ class ManagerWatch(Watch):
         nvme, slot = self.parts.nvme, job.moves[position].slots.get(Tier.NVME) if position >= 0 else None
         if nvme is None or slot is None:
             return True
-        return slot.segment not in nvme._drops and slot.segment not in nvme.segments.away
+        return not any(slot.segment in some for some in (nvme._drops, nvme.segments.away, self._unopened))
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
@@ -462,10 +464,11 @@ class ManagerWatch(Watch):
 
     def settled(self, report: Report) -> None:
         """Note failed loads and stores, and that room may have come free."""
+        self._unopened.clear()
         for job_id, ranks in report.released.items():
             self._late_ranks[job_id] -= ranks
             self._changes += 1
-        for job_id, result in report.results.items():
+        for job_id, result in sorted(report.results.items()):  # in the order in which the manager ends them
             job, owners = self._jobs[job_id]
             self._late_ranks[job_id] += result.late_ranks
             self._late.setdefault(job_id, (job, set()))[1].update(result.late)
@@ -497,6 +500,7 @@ class ManagerWatch(Watch):
             return
         assert nvme is not None
         self.must_stay.discard(spec.segment)
+        self._unopened.update([spec.segment] if failure is not None else [])
         if failure not in {None, Reason.ABSENT, Reason.HEADER} and spec.segment not in nvme._drops:
             self.must_stay.add(spec.segment)
 
