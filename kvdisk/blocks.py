@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum, IntEnum
+from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, NewType
+from typing import Any, NamedTuple, NewType, TypeVar
 
 BlockKey = NewType("BlockKey", bytes)
 """vLLM's block hash, followed by the KV-cache group index as two big-endian bytes."""
@@ -83,6 +84,14 @@ class Slot(NamedTuple):
 
     segment: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which no slot needs
+
+
+_RecordT = TypeVar("_RecordT", bound=tuple[Any, ...])
+
+
+def records_of(kind: type[_RecordT], rows: Iterable[tuple[Any, ...]]) -> list[_RecordT]:
+    """Return named tuples of these rows, each with all of its fields; quicker than one by one."""
+    return list(map(partial(tuple.__new__, kind), rows))
 
 
 BY_KEY = Slot(0, 0)

@@ -35,7 +35,8 @@ class ReaderThread(ABC, Generic[Question, Answer]):
 
     def poll(self) -> list[Answer]:
         """Return the answers since the last call."""
-        return [self._answers.popleft() for _ in range(len(self._answers))]
+        answers = self._answers
+        return [answers.popleft() for _ in range(len(answers))] if answers else []
 
     def close(self) -> None:
         """Stop asking. Idempotent."""

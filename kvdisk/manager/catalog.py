@@ -13,14 +13,14 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import reduce
-from itertools import compress, repeat, starmap
+from itertools import compress, repeat
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from kvdisk.blocks import KEPT_TIERS, LATEST_S, BlockKey, Slot, Tier
+from kvdisk.blocks import KEPT_TIERS, LATEST_S, BlockKey, Slot, Tier, records_of
 from kvdisk.index.base import BlockColumns
 from kvdisk.manager.events import Journal
 from kvdisk.manager.parents import KeyBytes, parents_among, without_circles
@@ -161,7 +161,7 @@ class TierColumns:
 
     def slots(self, rows: Sequence[int]) -> list[Slot]:
         """Return the slot of each copy; none is ABSENT."""
-        return list(starmap(Slot, self.places(rows)))
+        return records_of(Slot, self.places(rows))
 
     def places(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Return the slot of each copy as its segment and index: what a ``Slot`` takes to make is
@@ -304,6 +304,11 @@ class Catalog:
         """Return the key of the block before a row's in its chain; None of the first."""
         parent_row = self.parent_rows[row]
         return None if parent_row == NONE else self.keys[parent_row]
+
+    def parents(self, rows: Sequence[int]) -> list[BlockKey | None]:
+        """Return what ``parent`` does, of each row."""
+        parent_rows, keys = self.parent_rows, self.keys
+        return [None if (parent := parent_rows[row]) == NONE else keys[parent] for row in rows]
 
     def follower_count(self, row: int) -> int:
         """Return how many blocks follow a row's, with copies or not yet."""

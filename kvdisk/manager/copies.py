@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import BlockKey, Slot, Tier, group_of
+from kvdisk.blocks import BlockKey, Slot, Tier, group_of, records_of
 from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
@@ -56,8 +56,9 @@ class Read:
 def moves_of(reads: Sequence[Read]) -> tuple[list[Move], list[MoveDetail]]:
     """Return what a job of these reads is made of: what the workers are told, and what is to be
     finished when it is settled."""
-    moves = [Move(read.key, read.generation, read.gpu_blocks, read.slots, read.parent) for read in reads]
-    return moves, [MoveDetail(read.row, read.group, read.position, read.source, read.target) for read in reads]
+    moves = [(read.key, read.generation, read.gpu_blocks, read.slots, read.parent) for read in reads]
+    details = [(read.row, read.group, read.position, read.source, read.target) for read in reads]
+    return records_of(Move, moves), records_of(MoveDetail, details)
 
 
 class Offers(NamedTuple):
@@ -137,17 +138,18 @@ class Copies:
         """Find and pin the fastest copy of each block, of some tiers (None: of any): in a tier, or
         another's."""
         catalog = self._catalog
-        found: dict[Tier, list[Read]] = {}
         rows = catalog.find_all([read.key for read in reads])
-        for read, row, source in zip(reads, rows, catalog.readable_in_turn(rows, tiers), strict=True):
+        sources = catalog.readable_in_turn(rows, tiers)
+        for source in dict.fromkeys(sources):
+            alike = [at for at, each in enumerate(sources) if each is source]
+            for at in alike:
+                if source is None:
+                    self.take_from_others(reads[at], tiers)
+                else:
+                    reads[at].row = rows[at]
             if source is not None:
-                read.row = row
-                found.setdefault(source, []).append(read)
-            else:
-                self.take_from_others(read, tiers)
-        for source, alike in found.items():
-            catalog.pin([read.row for read in alike], source)
-            self.read_from(source, alike)
+                catalog.pin([rows[at] for at in alike], source)
+                self.read_from(source, [reads[at] for at in alike])
 
     def hold(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> None:
         """Pin the copy of each row in its tier, for a job that is planned later. Tier 0: none."""
@@ -173,9 +175,9 @@ class Copies:
     def read_from(self, tier: Tier, reads: Sequence[Read]) -> None:
         """Have each read its row's copy in a tier, which is pinned."""
         catalog, generations = self._catalog, self._catalog.generations
-        slots = catalog.columns(tier).slots([read.row for read in reads])
-        for read, slot in zip(reads, slots, strict=True):
-            read.source, read.generation, read.parent = tier, generations[read.row], catalog.parent(read.row)
+        rows = [read.row for read in reads]
+        for read, slot, parent in zip(reads, catalog.columns(tier).slots(rows), catalog.parents(rows), strict=True):
+            read.source, read.generation, read.parent = tier, generations[read.row], parent
             read.slots[tier] = slot
 
     def take_from_others(self, read: Read, tiers: Collection[Tier] | None = None) -> None:
@@ -357,14 +359,11 @@ class Copies:
 
         The slot of a late move stays taken until ``release``.
         """
-        written: dict[Tier, list[int]] = {}
-        for at in reversed(range(len(record.details))):
-            detail = record.details[at]
-            if detail.target is not None:
-                rows = written.setdefault(detail.target, [])
-                if at not in record.failed:
-                    rows.append(detail.row)
-        ready = {tier: self._tiers[tier].finish(rows, now_s) for tier, rows in written.items()}
+        details, failed, ready = record.details, record.failed, dict[Tier, list[int]]()
+        for target in dict.fromkeys([detail.target for detail in details]):
+            if target is not None:
+                rows = [row for at, (row, *_, tier) in enumerate(details) if tier is target and at not in failed]
+                ready[target] = self._tiers[target].finish(rows[::-1], now_s)
         for at in sorted(record.failed, reverse=True):
             detail = record.details[at]
             if detail.target is not None:
@@ -389,15 +388,17 @@ class Copies:
         reached: list[int] = []
         of_others = {self._remote.tier, self._neighbours.tier} if self._neighbours.are_read else {self._remote.tier}
         is_load, groups = record.job.kind is JobKind.LOAD and not record.by_key, self._geometry.groups
+        last, of_tier = None, None  # most blocks are from where the one before is from
         for at in reversed(range(len(record.details))):
             row, group, _, tier, _ = record.details[at]
-            reason, late = record.failed.get(at), at in record.late
+            reason, late = record.failed.get(at) if record.failed else None, at in record.late
             if tier in of_others and self._end_from_others(record, at, tier):
                 continue
             assert tier is not None or reason is not None, "nothing was read, and the move has not failed"
             if tier is None:
                 continue
-            of_tier = ended.get(tier)
+            if of_tier is None or tier is not last:
+                last, of_tier = tier, ended.get(tier)
             if of_tier is None:
                 of_tier = ended[tier] = _Ended(self._catalog.columns(tier).states, [], [], [], {})
             if not late:

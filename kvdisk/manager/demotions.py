@@ -35,7 +35,8 @@ class Demotions:
         if not lower.works:
             dirty.clear()
             return
-        self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
+        if self._jobs:
+            self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
         dirty.blocked = not self._affordable_bytes(now)
         most = 0 if dirty.blocked else bounds.MOVES * (bounds.JOBS - len(self._jobs))
         lower.make_room_for_dirty(now, most)

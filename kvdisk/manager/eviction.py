@@ -149,7 +149,7 @@ class EvictionPolicy:
         """Something follows these rows: propose them no more until they are tails again. NONE is
         ignored."""
         lists, numbers, staying = self._lists, self._list_of, self.classes + PINNED
-        followed = [row for row in rows if row != NONE and row in lists and numbers[row] != staying]
+        followed = [row for row in lists.among(rows) if numbers[row] != staying]
         lists.remove(followed)
         if self._own is not None:
             self._own.remove(followed)
@@ -417,6 +417,7 @@ class TailFirst:
         self._history = history
         self.list_tails, self.unlist, self.held_rows = policy.list_tails, policy.unlist, policy.held_rows
         self._catalog = catalog
+        self._columns = catalog.columns(tier)
         self._tier = tier
         self.standings = CopyStandings(policy, catalog, tier, standings, most_staying)
         self._may_skip = bounds.TAILS_SKIPPED
@@ -432,7 +433,7 @@ class TailFirst:
     def insert(self, rows: Sequence[int]) -> None:
         """Copies became READY: the earliest first. What they follow in another order is to be told
         (``unlist``)."""
-        first_child = self._catalog.columns(self._tier).first_child
+        first_child = self._columns.first_child
         self._policy.unlist(map(self._catalog.parent_rows.__getitem__, rows))
         self._policy.insert(rows)
         self._policy.list_tails([row for row in rows if first_child[row] == NONE])
@@ -440,7 +441,7 @@ class TailFirst:
 
     def fill(self, rows: NDArray[np.int32], uses: NDArray[np.uint32]) -> None:
         """See ``EvictionPolicy.fill``. The catalog has the copies already."""
-        first_child = np.frombuffer(self._catalog.columns(self._tier).first_child, np.int32)
+        first_child = np.frombuffer(self._columns.first_child, np.int32)
         self._policy.fill(rows, uses, first_child[rows] == NONE)
 
     def touch(self, rows: Sequence[int]) -> None:
@@ -519,12 +520,15 @@ class TailFirst:
         passed: list[int] = []
         if not go_on:
             self._may_skip = bounds.TAILS_SKIPPED
+        left, may_skip = count, self._may_skip
         for row in self._tails(found, tenant) if count > 0 else ():
             if evictable(row):
                 found[row] = None
+                left -= 1
             else:
                 passed.append(row)
-            if len(found) >= count or len(passed) >= self._may_skip:
+                may_skip -= 1
+            if left <= 0 or may_skip <= 0:
                 break
         self._may_skip -= len(passed)
         if len(found) < count:
@@ -597,8 +601,8 @@ class TailFirst:
         ``staying``: of rows that this search asked for, the first that may be such a copy: of many
         that follow one row, none is looked at twice.
         """
-        columns = self._catalog.columns(self._tier)
-        child = staying.get(row, columns.first_child[row])
+        columns = self._columns
+        child = staying[row] if row in staying else columns.first_child[row]
         while child != NONE and child in found:
             child = columns.next_child[child]
         staying[row] = child

@@ -263,6 +263,13 @@ class HitCounts:
         groups, grain, first = self._geometry.groups, self._geometry.hash_tokens, self._tiers.first.tier
         if blocks.slowest <= first:
             return self._nothing | {first: tokens // grain * grain}
+        count = len(blocks.tiers)
+        if (
+            len(groups) == 1
+            and count * groups[0].block_tokens >= tokens
+            and blocks.tiers.count(blocks.tiers[0]) == count
+        ):
+            return self._nothing | {blocks.slowest: tokens // grain * grain}
         only_states = all(group.state_tokens is not None for group in groups)
         if len(blocks.tiers) <= _FEW:
             few = bytearray([first]) * (tokens // grain)

@@ -11,6 +11,7 @@ that the later jobs find them. vLLM hears of one load: workers report it when it
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -152,7 +153,7 @@ class Load:
     rest: Rest | None = None
     gpu_blocks: Sequence[tuple[int, ...]] = ()
     id: JobId | None = None
-    arrived: dict[int, int] = field(default_factory=dict)
+    arrived: Counter[int] = field(default_factory=Counter)
     jobs: set[JobId] = field(default_factory=set)
     failed: list[tuple[int, int]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
@@ -268,28 +269,32 @@ class LoadJobs:
         """Return the load of a short hit, and its reads. ``stretches``: the blocks of each group
         that a hit covers, from where to where."""
         reads: list[Read] = []
-        keys, gpu_blocks = list[BlockKey](), list[tuple[int, ...]]()
-        groups, positions, tiers = bytearray(), array("q"), bytearray()
         for group, (first, stop) in zip(self._geometry.groups, stretches, strict=True):
             each, number = group.gpu_blocks, group.group
-            given = block_ids[number]
-            for at, key in enumerate(request.keys[number][first:stop], first):
-                filled = tuple(given[at * each : (at + 1) * each])
-                if any(filled):  # vLLM gave it: see _given
-                    if not all(filled):
-                        filled = tuple([block or NO_BLOCK for block in filled])
-                    reads.append(Read(key, None, filled, number, at, tenant=request.tenant))
-                    keys.append(key)
-                    gpu_blocks.append(filled)
-                    groups.append(number)
-                    positions.append(at)
+            nothing, given = (0,) * each, iter(block_ids[number][first * each : stop * each])
+            reads += [
+                Read(key, None, filled, number, at, tenant=request.tenant)
+                for at, key, filled in zip(
+                    range(first, stop),
+                    request.keys[number][first:stop],
+                    zip(*[given] * each, strict=True),
+                    strict=False,
+                )
+                if filled != nothing  # vLLM gave it: see _given
+            ]
         self._copies.pin_sources(reads, request.load_tiers)
         for read in reads:
-            tiers.append(read.source or 0)
+            if 0 in read.gpu_blocks:
+                read.gpu_blocks = tuple([block or NO_BLOCK for block in read.gpu_blocks])
             if read.row == NONE:
                 read.parent = request.parent(read.group, read.position)
-        blocks = LoadedBlocks(bytes(groups), positions, bytes(tiers))
-        return Load(request, blocks, keys, gpu_blocks=gpu_blocks), reads
+        blocks = LoadedBlocks(
+            bytes([read.group for read in reads]),
+            array("q", [read.position for read in reads]),
+            bytes([read.source or 0 for read in reads]),
+        )
+        gpu_blocks = [read.gpu_blocks for read in reads]
+        return Load(request, blocks, [read.key for read in reads], gpu_blocks=gpu_blocks), reads
 
     def _find(
         self, request: RequestState, stretches: Sequence[tuple[int, int]], block_ids: Sequence[Sequence[int]]
@@ -401,14 +406,12 @@ class LoadJobs:
         if len(groups) > 1:  # in the order of the prompt: where room is short, as much is kept of every group
             others.sort(key=lambda read: (read.position + 1) * groups[read.group].block_tokens)
         of_load = load.arrived
-        most = [max(0, total - of_load.get(size_class, 0)) for size_class, total in enumerate(arrival.pool.total)]
+        most = [max(0, total - of_load[size_class]) for size_class, total in enumerate(arrival.pool.total)]
         slots = self._copies.take_arriving(others, most=most).slots
         arrived = [(read, slot) for read, slot in zip(others, slots, strict=True) if slot is not None]
         if arrived:
             self._copies.begin_arrivals(*zip(*arrived, strict=True))
-        for read, _ in arrived:
-            size_class = size_classes[read.group]
-            of_load[size_class] = of_load.get(size_class, 0) + 1
+        of_load.update([size_classes[read.group] for read, _ in arrived])
         return len(arrived)
 
     # -- the end ---------------------------------------------------------------------------------

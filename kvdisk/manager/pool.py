@@ -15,7 +15,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdisk.blocks import Slot
+from kvdisk.blocks import Slot, records_of
 
 FREE, USED, AWAITING = 1, 2, 3
 _SHIFT = 32
@@ -161,7 +161,7 @@ class SlotPool:
             position, length = runs.take(count - len(slots))
             segment, start = divmod(position, 1 << _SHIFT)
             self.states[segment][start : start + length] = bytes([USED]) * length
-            slots += map(Slot, repeat(segment), range(start, start + length))
+            slots += records_of(Slot, zip(repeat(segment), range(start, start + length)))
         self.free[size_class] -= len(slots)
         return slots
 

@@ -140,9 +140,11 @@ class Promotions:
 
     def leave(self, request: RequestState) -> None:
         """Read nothing more ahead for a request. What was read ahead for it is left to the tier."""
+        if not (self._waiting or self._ahead):  # asked of every request in every step
+            return
         self._waiting.pop(request, None)
         ahead = self._ahead.pop(request.request_id, None)
-        if ahead is not None:  # asked of every request in every step, of few there is any
+        if ahead is not None:
             self._taken.subtract(ahead)
 
     def _read(self, kind: Kind, line: _Line) -> None:

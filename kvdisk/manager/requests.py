@@ -133,14 +133,16 @@ class BlockKeys(Sequence[BlockKey]):
     def __getitem__(self, at: int | slice) -> BlockKey | list[BlockKey]:
         scale = self._scale
         if isinstance(at, slice):
-            start, stop, step = at.indices(len(self._hashes) // scale)
+            start, stop, step = at.start or 0, at.stop, at.step or 1
+            if start < 0 or stop is None or stop < 0:
+                start, stop, step = at.indices(len(self))
             assert step > 0, "from the first on"
             return with_key_end(self._hashes[(start + 1) * scale - 1 : stop * scale : step * scale], self._end)
         if at < 0:
             at += len(self)
-        if not 0 <= at < len(self):
-            raise IndexError(at)
-        return BlockKey(self._hashes[(at + 1) * scale - 1] + self._end)
+            if at < 0:
+                raise IndexError(at)
+        return BlockKey(self._hashes[(at + 1) * scale - 1] + self._end)  # raises IndexError behind the last one
 
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self[:])

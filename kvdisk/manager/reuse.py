@@ -361,7 +361,7 @@ class ReuseHistory:
         for at in lacking:  # once the others are held: none of them gives way to these
             hashed, (*_, own_origin, _, tempo) = hashes[at], found[at]
             entry = hashed >> 32 | 1, time, _ORIGINS + own_origin, tick, tempo
-            written = self._enter(hashed & mask, entry, since)
+            written = self._enter(hashed & mask, found[at][0], entry, since)
             found[at] = written[0][0], _NEW, 0, own_origin, 0, tempo
             moved |= len(written) > 1
         if moved:
@@ -437,22 +437,22 @@ class ReuseHistory:
         rest, moved = np.flatnonzero(~are_simple), False
         written: list[tuple[int, _Entry]] = []
         for at in rest.tolist():
-            own = self._enter(int(firsts[at]), entries.at(at), since)
+            own = self._enter(int(firsts[at]), int(others[at]), entries.at(at), since)
             places[at] = own[0][0]
             moved |= len(own) > 1
             written += own
         if moved and np.isin(both[:, are_simple], [place for place, _ in written]).any():
             for place, (tag, time, mark, tick, tempo) in reversed(written):
                 tags[place], times[place], marks[place], ticks[place], tempos[place] = tag, time, mark, tick, tempo
-            for at, first in enumerate(firsts.tolist()):
-                self._enter(first, entries.at(at), since)
+            for at, (first, other) in enumerate(zip(firsts.tolist(), others.tolist(), strict=True)):
+                self._enter(first, other, entries.at(at), since)
             return None
         taken = places[are_simple]
         tags[taken], times[taken], ticks[taken] = entries.tags[are_simple], entries.time, entries.tick
         marks[taken], tempos[taken] = entries.marks[are_simple], entries.tempos[are_simple]
         return None if moved else places
 
-    def _enter(self, place: int, entry: _Entry, since: int) -> list[tuple[int, _Entry]]:
+    def _enter(self, place: int, other: int, entry: _Entry, since: int) -> list[tuple[int, _Entry]]:
         """Write a key that is not known to one of its two places. Return each place that was
         written to, that one first, with what was there.
 
@@ -460,7 +460,6 @@ class ReuseHistory:
         wanted ``since`` as many blocks, too: then it moves to its own other place, and so on.
         """
         tags, times, now = self._tags, self._times, self.now
-        other = self._other(place, entry[0])
         if tags[place] and (not tags[other] or (now - times[other] & _BITS) > (now - times[place] & _BITS)):
             place = other
         marks, ticks, tempos = self._marks, self._ticks, self._tempos

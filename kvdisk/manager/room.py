@@ -186,7 +186,7 @@ class Room(ABC):
         if not rows or self.admission.admits_all:
             return rows
         catalog = self._catalog
-        answers = self.admits([catalog.keys[row] for row in rows], list(map(catalog.parent, rows)))
+        answers = self.admits([catalog.keys[row] for row in rows], catalog.parents(rows))
         followers = catalog.columns(self.tier).first_child
         return [row for row, is_let_in in zip(rows, answers, strict=True) if is_let_in or followers[row] != NONE]
 
@@ -383,11 +383,11 @@ class Room(ABC):
             may_leave = lambda row: anyone(row) and row not in deferred  # noqa: E731 - asked of each copy
         if self._standings.held:
             order.standings.keep_at_most(int(self._pin_share * self.pool.total[size_class]))
-        if dirty is None:
+        if dirty is None or not dirty.counts[size_class]:
             return order.victims(count, may_leave, go_on=go_on, tenant=tenant)
         is_dirty = dirty.contains
         rows = order.victims(count, lambda row: may_leave(row) and not is_dirty(row), go_on=go_on, tenant=tenant)
-        if not rows and dirty.blocked and not keep_dirty and dirty.counts[size_class]:
+        if not rows and dirty.blocked and not keep_dirty:
             rows = order.victims(count, may_leave, go_on=go_on, tenant=tenant)
         return rows
 

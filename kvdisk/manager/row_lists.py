@@ -105,6 +105,11 @@ class RowLists:
         """Return the lists that rows are in: each is in one."""
         return list(map(self._number_of.__getitem__, rows))
 
+    def among(self, rows: Iterable[int]) -> list[int]:
+        """Return those of some rows that are in a list; NONE is in none."""
+        numbers, end = self._number_of, len(self._number_of)
+        return [row for row in rows if 0 <= row < end and numbers[row] != _NO_LIST]
+
     def __contains__(self, row: int) -> bool:
         return row < len(self._number_of) and self._number_of[row] != _NO_LIST
 

@@ -491,7 +491,7 @@ class Segments:
             spec = None if slot is None else self.specs.get(slot.segment)
             if spec is None:
                 continue  # nothing of it was on these drives, or it was a neighbour's
-            reason, hangs = record.failed.get(at), at in record.late
+            reason, hangs = record.failed.get(at) if record.failed else None, at in record.late
             is_open = spec.segment not in dropping and spec.segment not in self.away
             if record.details[at].target is self._tier:
                 bad = hangs or (is_open and reason in _WRITE_IS_BAD)

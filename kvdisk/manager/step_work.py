@@ -133,7 +133,7 @@ class StepWork:
 
     def has(self, kind: Kind, owner: object = None) -> bool:
         """Return whether work of a kind waits, of this owner or (None) of any."""
-        return kind in self._waiting if owner is None else owner in self.owners(kind)
+        return kind in self._waiting if owner is None else owner in self._waiting.get(kind, ())
 
     def owners(self, kind: Kind) -> Collection[object]:
         """Return whose work of a kind waits, the first first."""
@@ -193,9 +193,9 @@ class StepWork:
     # -- doing it ------------------------------------------------------------------------------
 
     def run(self, now: float, *kinds: Kind) -> None:
-        """Do what waits, of these kinds or of all, in their order, as far as the budget goes."""
+        """Do what waits, of these kinds, in this order, or of all, as far as the budget goes."""
         self.now = now
-        for kind in (sorted(kinds) or SHARES) if self._waiting else ():
+        for kind in (kinds or SHARES) if self._waiting else ():
             if kind in self._waiting and self._is_open(kind, now):
                 for owner in tuple(self.owners(kind)):
                     if not self._go_on(kind, owner):
