@@ -28,6 +28,7 @@ from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_w
 from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
 from kvdisk.connector.model_settings import settings_that_compute
 from kvdisk.connector.model_weights import WeightsDigest, loaded_of, weights_digest
+from kvdisk.connector.refusals import refuse_looking_ahead
 from kvdisk.connector.sizes import ranks_are_alike
 from kvdisk.connector.versions import vllm_minor_version
 from kvdisk.errors import ConfigError
@@ -205,6 +206,7 @@ def fingerprint_of_rows(
         fingerprint, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
     else:
         refuse_other_machines(whose[0])
+        refuse_looking_ahead(whose[1])
         if name is None:
             refuse_nameless_rows(whose[0])
         else:

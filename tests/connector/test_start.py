@@ -27,7 +27,7 @@ from schedulers import vllm_config
 from support.waits import WAIT_S
 from transformers import configuration_utils
 from vllm import LLM
-from vllm.config import KVTransferConfig, LoadConfig, MultiModalConfig, ParallelConfig
+from vllm.config import KVTransferConfig, LoadConfig, MultiModalConfig, ParallelConfig, PoolerConfig
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -94,7 +94,13 @@ def _config(**changes: Any) -> SimpleNamespace:
             data_parallel_backend="mp",
             data_parallel_size_local=1,
         ),
-        "model_config": SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=False, use_mla=False),
+        "model_config": SimpleNamespace(
+            is_encoder_decoder=False,
+            enable_sleep_mode=False,
+            use_mla=False,
+            pooler_config=None,
+            is_prefix_caching_supported=False,
+        ),
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
         "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
     }
@@ -134,6 +140,9 @@ def test_vllm_finds_the_connector(more):
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
         ({"enable_sleep_mode": True, "tells": False}, _cache(FULL), "sleep mode with this vLLM"),
         ({"enable_sleep_mode": True, "tells": True}, _cache(FULL), None),
+        ({"pooler_config": PoolerConfig()}, _cache(FULL), "pooling needs each prompt computed whole"),
+        ({"pooler_config": PoolerConfig(), "is_prefix_caching_supported": True}, _cache(FULL), None),
+        ({}, _cache(WINDOW, replace(FULL, non_causal=True)), "later tokens of a prompt"),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
