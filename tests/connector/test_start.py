@@ -102,6 +102,7 @@ def _config(**changes: Any) -> SimpleNamespace:
             is_prefix_caching_supported=False,
         ),
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
+        "aux_output_config": SimpleNamespace(enabled=False),
         "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
     }
     for name, value in changes.items():
@@ -140,6 +141,7 @@ def test_vllm_finds_the_connector(more):
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
         ({"enable_sleep_mode": True, "tells": False}, _cache(FULL), "sleep mode with this vLLM"),
         ({"enable_sleep_mode": True, "tells": True}, _cache(FULL), None),
+        ({"enabled": True}, _cache(FULL), "enable_return_routed_experts"),
         ({"pooler_config": PoolerConfig()}, _cache(FULL), "pooling needs each prompt computed whole"),
         ({"pooler_config": PoolerConfig(), "is_prefix_caching_supported": True}, _cache(FULL), None),
         ({}, _cache(WINDOW, replace(FULL, non_causal=True)), "later tokens of a prompt"),
