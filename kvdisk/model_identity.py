@@ -3,7 +3,7 @@
 
 It is exact: of every byte of the weights, and of each file that says how they are computed. Other
 weights under the same name have another namespace, and the same weights under another name the
-same one. docs/LIBRARY.md says what else a caller has to name.
+same one; of a file its name counts. docs/LIBRARY.md says what else a caller has to name.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def identity_of(
         return known_digest(files, memory or _usual_memory(), seen=seen[tuple(files)])
 
     guess = _named(model, meaning, found, sample)
-    said = [_said_by(folder, files) for folder, files in found]
+    said = [_said_by(place, files) for place, files in found]
 
     def find() -> Named:
-        if [_said_by(folder, files) for folder, files in found] != said:
+        if [_said_by(place, files) for place, files in found] != said:
             raise WeightsChanged(f"files of {_name_of(model)} changed while its weights were read")
         return _named(model, meaning, found, exact)
 
@@ -110,7 +110,7 @@ def _named(
     model: Model, meaning: Mapping[str, Any], found: Iterable[tuple[Path, Sequence[Path]]], digest: _Digest
 ) -> Named:
     try:
-        models = [{"weights": digest(_weights_in(files)), "said": _said_by(folder, files)} for folder, files in found]
+        models = [{"weights": digest(_weights_in(files)), "said": _said_by(place, files)} for place, files in found]
     except OSError as error:
         raise ConfigError(f"The files of {_name_of(model)} cannot be read: {error}") from error
     return _hashed(_name_of(model), {"models": models}, meaning)
@@ -140,9 +140,9 @@ def _shown(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files_of(model: Model) -> tuple[Path, list[Path]]:
-    """Return the directory of a model's files, and those that count. Raises ConfigError."""
+    """Return a model's directory or file, and the files that count. Raises ConfigError."""
     place = _place_of(model)
-    folder = place.parent if place.is_file() else place
+    folder = _folder_of(place)
     try:
         kinds = _WEIGHTS | _SAY_HOW
         files = sorted(file for file in folder.rglob("*") if file.suffix in kinds and file.is_file())
@@ -150,7 +150,11 @@ def _files_of(model: Model) -> tuple[Path, list[Path]]:
         raise ConfigError(f"The files of {_name_of(model)} cannot be listed: {error}") from error
     if not _weights_in(files):
         raise ConfigError(f"There are no weight files of {_name_of(model)} in {folder}.")
-    return folder, files
+    return place, files
+
+
+def _folder_of(place: Path) -> Path:
+    return place.parent if place.is_file() else place
 
 
 def _place_of(model: Model) -> Path:
@@ -171,9 +175,11 @@ def _weights_in(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.suffix in _WEIGHTS]
 
 
-def _said_by(folder: Path, files: Sequence[Path]) -> dict[str, str]:
-    """Return a digest of each file that may say how a model is computed. Raises OSError."""
-    return {
+def _said_by(place: Path, files: Sequence[Path]) -> dict[str, str]:
+    """Return a digest of each file that may say how a model is computed, and the name of the one
+    that has its weights, where the model is a file. Raises OSError."""
+    folder = _folder_of(place)
+    return ({} if folder == place else {"weights": place.name}) | {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in files
         if file.suffix in _SAY_HOW and file.name not in _OF_TEXT

@@ -27,7 +27,8 @@ from kvdisk.connector.descriptions import group_descriptions, hash_chain, is_pla
 from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_without_file
 from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
 from kvdisk.connector.model_settings import settings_that_compute
-from kvdisk.connector.model_weights import WeightsDigest, weights_digest
+from kvdisk.connector.model_weights import WeightsDigest, loaded_of, weights_digest
+from kvdisk.connector.refusals import refuse_looking_ahead
 from kvdisk.connector.sizes import ranks_are_alike
 from kvdisk.connector.versions import vllm_minor_version
 from kvdisk.errors import ConfigError
@@ -41,10 +42,11 @@ if TYPE_CHECKING:
 _LONGEST_FACT = 80
 _UNSTABLE_HASHES = ("xxhash", "builtin")
 _NO_IDENTITY = frozenset(
-    {"dummy", "ipc_cache", "modelexpress", "runai_streamer", "runai_streamer_sharded", "tensorizer"}
+    {"dummy", "ipc_cache", "modelexpress", "npcache", "runai_streamer", "runai_streamer_sharded", "tensorizer"}
 )
 """Formats of weights that are not those of the files on this machine, or need not be: a daemon or
-another host may have loaded others from the same path."""
+another host may have loaded others from the same path, and vLLM's own copy (npcache) stays as it
+was when the files change."""
 _MEDIA_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -136,8 +138,12 @@ def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]
     model = vllm_config.model_config
     settings = ("quantization_config", "model_class_overrides")  # which layers, and whose code
     facts: dict[str, Any] = {name: repr(value) for name in settings if (value := getattr(model, name, None))}
+    if not is_vouched and (loaded := loaded_of(model, vllm_config.load_config)):
+        facts["loaded"] = loaded
     if (media := model.multimodal_config) is not None:
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
+        if scales := facts["media"]["mm_encoder_fp8_scale_path"]:  # vLLM writes this file, too
+            facts["media"]["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
         folder = text_folder(str(model.model), model.revision)
         if folder is None and not is_vouched:
             folder = model_folder(model, vllm_config.load_config)
@@ -200,6 +206,7 @@ def fingerprint_of_rows(
         fingerprint, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
     else:
         refuse_other_machines(whose[0])
+        refuse_looking_ahead(whose[1])
         if name is None:
             refuse_nameless_rows(whose[0])
         else:

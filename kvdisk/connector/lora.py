@@ -132,7 +132,7 @@ class Looks:
         if before:
             same = (read or content) == content and [each[:2] for each in now] == [each[:2] for each in before]
         else:
-            same = max(each.changed_ns for each in now) < self._began_ns
+            same = max(each.changed_ns for each in now) < self._began_ns and not _is_moved(folder, self._began_ns)
         if not same:
             return Look(now_s, None, f"{folder} has changed since this engine began, until the next start", True)
         if before and moved:
@@ -140,6 +140,13 @@ class Looks:
         if read or not before:
             self._known[path] = (read, now)
         return Look(now_s, read or content)
+
+
+def _is_moved(folder: Path, since_ns: int) -> bool:
+    """Return whether a directory above has another name since then, as far as it shows: its change
+    time has moved, and nothing has come into it or left it."""
+    above = [parent.stat() for parent in {*folder.parents, *folder.resolve().parents}]
+    return any(each.st_mtime_ns < since_ns <= each.st_ctime_ns for each in above)
 
 
 def _statuses(folder: Path, files: list[Path]) -> list[Status]:

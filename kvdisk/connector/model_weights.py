@@ -28,6 +28,8 @@ WeightsDigest = Callable[["ModelConfig", "LoadConfig"], str]
 
 _SAFETENSORS_FIRST = frozenset({"auto", "fastsafetensors", "hf", "instanttensor", "mistral", "safetensors"})
 """The formats of loading with which vLLM reads no other files where there are safetensors."""
+_CONSOLIDATED_FIRST = frozenset({"auto", "mistral"})
+"""Those of them with which vLLM loads ``consolidated*.safetensors`` alone, where there are any."""
 _OTHER_REPOSITORIES = ("audio_model_id", "text_model_id")
 """Of a model's configuration. vLLM: Ultravox has its language model's weights from another
 repository."""
@@ -51,6 +53,18 @@ def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
             )
         files += found + sorted(file for kind in ("*.index.json", "*quant*.json") for file in folder.glob(kind))
     return files
+
+
+def loaded_of(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
+    """Return what says which of a model's weight files are loaded, where they may be there for
+    several ways of loading; empty where one of vLLM's own settings by default says it."""
+    name, load_format = Path(str(model.model_weights or model.model)), str(load.load_format)
+    found: dict[str, Any] = {"file": name.name} if name.is_file() else {}
+    if load_format not in _SAFETENSORS_FIRST:
+        found |= {"load_format": load_format, "loader": load.model_loader_extra_config}
+    elif load_format not in _CONSOLIDATED_FIRST and any(model_folder(model, load).glob("consolidated*.safetensors")):
+        found["load_format"] = "hf"
+    return found
 
 
 class _Source(NamedTuple):

@@ -37,9 +37,17 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
     support."""
     refuse_deployment(vllm_config, vllm_config.kv_transfer_config.kv_role)
+    refuse_looking_ahead(kv_cache_config)
     refused = next(_unsupported_groups(vllm_config, kv_cache_config), None)
     if refused is not None:
         raise ConfigError(f"kvdisk does not support {refused}.")
+
+
+def refuse_looking_ahead(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError where the KV of a prompt's token depends on later ones. vLLM: its own
+    prefix cache is off then."""
+    if any(getattr(spec, "non_causal", False) for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)):
+        raise ConfigError("kvdisk does not support attention that reads later tokens of a prompt, as of a prefix LM.")
 
 
 def refuse_deployment(vllm_config: VllmConfig, role: str | None) -> None:
@@ -55,6 +63,10 @@ def _unsupported(vllm_config: VllmConfig, role: str | None) -> Iterator[str]:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
+        yield "enable_return_routed_experts: of what is loaded vLLM has no experts to return, and the engine ends"
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        yield "models whose pooling needs each prompt computed whole, as of all its tokens (MEAN, CLS, STEP)"
     if sleeps(vllm_config) and not hasattr(KVConnectorBase_V1, _SLEEP_HOOK):
         yield "sleep mode with this vLLM, which does not tell when it unmaps the KV cache (0.33 does)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:

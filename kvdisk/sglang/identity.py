@@ -20,11 +20,12 @@ from kvdisk.sglang.versions import sglang_version
 FORMAT_VERSION = 2
 _FROM_FILES = frozenset(
     (
-        *("auto", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "layered", "mistral", "npcache", "pt"),
+        *("auto", "bitsandbytes", "fastsafetensors", "gguf", "instanttensor", "layered", "mistral", "pt"),
         *("safetensors", "sharded_state"),
     )
 )
-"""SGLang: the formats of loading whose weights are the files of the model's directory."""
+"""SGLang: the formats of loading whose weights are the files of the model's directory. Its own copy
+of them ("npcache") stays as it was when they change."""
 _SAYS_NOTHING = (
     *("model_path", "revision", "download_dir", "model_checksum", "delete_ckpt_after_loading", "trust_remote_code"),
     *(
@@ -109,11 +110,11 @@ def _leaves(bag: Any) -> dict[str, Any]:
 _NAME_THEM = 'name them yourself with "weights_name", another name for each other weights'
 
 
-def model_folder(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return the directory that SGLang has a model's files in. Nothing is downloaded. Raises
-    ConfigError where there is none."""
+def model_place(name: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return the directory that SGLang has a model's files in, or the one file that it is given.
+    Nothing is downloaded. Raises ConfigError where there is none."""
     if (place := Path(name)).exists():
-        return place.parent if place.is_file() else place
+        return place
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -176,5 +177,5 @@ def identity_of(layout: dict[str, Any], weights_name: str | None) -> Identity:
         raise ConfigError(
             f"kvdisk cannot tell which weights --load-format {arguments.load_format} loads: {_NAME_THEM}."
         )
-    folder, *others = (model_folder(*source) for source in arguments.sources)
-    return model_identity_of(folder, meaning, others)
+    place, *others = (model_place(*source) for source in arguments.sources)
+    return model_identity_of(place, meaning, others)

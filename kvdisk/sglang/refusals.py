@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvdisk.errors import ConfigError
-from kvdisk.sglang.identity import model_folder
+from kvdisk.sglang.identity import model_place
 from kvdisk.sglang.versions import sglang_version
 
 
@@ -42,7 +42,8 @@ def _is_multimodal() -> bool:
     from sglang.srt.configs.model_config import is_multimodal_model
 
     model = context.get_model()
-    config = model_folder(str(model.model_path), model.revision, model.download_dir) / "config.json"
+    place = model_place(str(model.model_path), model.revision, model.download_dir)
+    config = (place.parent if place.is_file() else place) / "config.json"
     try:
         architectures = json.loads(config.read_text()).get("architectures") or []
     except (OSError, ValueError) as error:

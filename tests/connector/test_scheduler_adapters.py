@@ -178,6 +178,25 @@ def test_one_that_changes_while_the_engine_runs_is_left_alone(
     assert "has changed since this engine began" in caplog.text
 
 
+@pytest.mark.parametrize("moves", [True, False], ids=["renamed", "with another adapter"])
+def test_one_in_a_directory_that_is_another_now_is_left_alone(engines, tmp_path, caplog, moves):
+    """The workers may have read it before its first request came."""
+    folder, following = tmp_path / "adapters", tmp_path / "next"
+    for seed, above in enumerate((folder, following)):
+        above.mkdir()
+        write_adapter(above / "tuned", seed)
+    bench = start(engines)
+    if moves:
+        folder.rename(tmp_path / "before")
+        following.rename(folder)
+    else:
+        write_adapter(folder / "other", 3)
+    with caplog.at_level(logging.WARNING):
+        serve(bench, "a", folder / "tuned")
+    assert bool(bench.jobs) != moves
+    assert ("has changed since this engine began" in caplog.text) == moves
+
+
 def add(bench: Bench, folder: Path, tokens: int) -> None:
     """Let a request come, up to the step in which its adapter is known: no worker has read it."""
     bench.add("r", PROMPT, tokens, lora_request=LoRARequest("tuned", 1, str(folder)))

@@ -27,7 +27,7 @@ from schedulers import vllm_config
 from support.waits import WAIT_S
 from transformers import configuration_utils
 from vllm import LLM
-from vllm.config import KVTransferConfig, MultiModalConfig, ParallelConfig
+from vllm.config import KVTransferConfig, LoadConfig, MultiModalConfig, ParallelConfig, PoolerConfig
 from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -94,8 +94,15 @@ def _config(**changes: Any) -> SimpleNamespace:
             data_parallel_backend="mp",
             data_parallel_size_local=1,
         ),
-        "model_config": SimpleNamespace(is_encoder_decoder=False, enable_sleep_mode=False, use_mla=False),
+        "model_config": SimpleNamespace(
+            is_encoder_decoder=False,
+            enable_sleep_mode=False,
+            use_mla=False,
+            pooler_config=None,
+            is_prefix_caching_supported=False,
+        ),
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
+        "aux_output_config": SimpleNamespace(enabled=False),
         "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
     }
     for name, value in changes.items():
@@ -134,6 +141,10 @@ def test_vllm_finds_the_connector(more):
         ({"is_encoder_decoder": True}, _cache(FULL), "encoder-decoder"),
         ({"enable_sleep_mode": True, "tells": False}, _cache(FULL), "sleep mode with this vLLM"),
         ({"enable_sleep_mode": True, "tells": True}, _cache(FULL), None),
+        ({"enabled": True}, _cache(FULL), "enable_return_routed_experts"),
+        ({"pooler_config": PoolerConfig()}, _cache(FULL), "pooling needs each prompt computed whole"),
+        ({"pooler_config": PoolerConfig(), "is_prefix_caching_supported": True}, _cache(FULL), None),
+        ({}, _cache(WINDOW, replace(FULL, non_causal=True)), "later tokens of a prompt"),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
@@ -642,7 +653,31 @@ def test_how_images_are_processed_is_in_the_fingerprint(folder):
     for content in ("{}", '{"do_resize": false}'):
         (folder / "preprocessor_config.json").write_text(content)
         found.append(fingerprint({}))
+    scales = folder / "scales.json"
+    for content in ("{}", '{"visual.0.attn": {"q": 2.0, "k": 1.0, "v": 1.0}}'):
+        scales.write_text(content)
+        found.append(fingerprint({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales)}))
     assert len(set(found)) == len(found)
+
+
+def test_which_of_several_weight_files_are_loaded_is_in_the_fingerprint(folder):
+    """vLLM: "auto" takes ``consolidated*.safetensors`` where there are any, "hf" those of the
+    index."""
+    (weights,) = folder.glob("*.safetensors")
+    alike = ("auto", "hf", "safetensors", "fastsafetensors")
+
+    def fingerprint(load_format: str, extra: dict[str, Any] | None = None, **more: Any) -> bytes:
+        load = LoadConfig(load_format=load_format, model_loader_extra_config=extra or {})
+        return _fingerprint(folder, {"load_config": load, **more})
+
+    assert len({*map(fingerprint, alike), fingerprint("hf", {"enable_multithread_load": True})}) == 1
+    by_hand = fingerprint("sharded_state", {"pattern": "model-{rank}-{part}.safetensors"})
+    assert len({fingerprint("auto"), fingerprint("sharded_state"), fingerprint("pt"), by_hand}) == 4
+    for name in ("consolidated.safetensors", "other.safetensors"):
+        shutil.copy(weights, folder / name)
+    assert fingerprint("auto") == fingerprint("mistral") != fingerprint("hf") == fingerprint("safetensors")
+    files = [fingerprint("auto", **{"model_config.model": str(file)}) for file in folder.glob("*.safetensors")]
+    assert len({fingerprint("auto"), *files}) == 4, "vLLM is given one file"
 
 
 @pytest.mark.parametrize(("caches", "cache_gb"), [(False, 0.0), (True, 0.0), (False, 1.0)])
@@ -821,6 +856,7 @@ def test_the_layout_of_convolution_states_is_in_the_fingerprint_where_there_are_
         ("load_config.load_format", "dummy", "load_format is 'dummy'"),
         ("load_config.load_format", "ipc_cache", "load_format is 'ipc_cache'"),
         ("load_config.load_format", "modelexpress", "load_format is 'modelexpress'"),
+        ("load_config.load_format", "npcache", "load_format is 'npcache'"),
         ("cache_config.prefix_caching_hash_algo", "xxhash", "set prefix_caching_hash_algo to sha256"),
         ("model_config.model", "", "weight files"),
     ],

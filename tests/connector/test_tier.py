@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from schedulers import vllm_config
 from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
 from test_start import PLAIN
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -699,6 +701,13 @@ def test_a_store_threshold_is_refused_by_vllm_before_a_store_is_made(tmp_path):
 def test_weights_that_nobody_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="set namespace"):
         Bench(tmp_path, namespace=None)
+
+
+def test_what_a_prefix_does_not_determine_is_refused(tiny_llama):
+    spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, non_causal=True)
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=TOKENS)
+    with pytest.raises(ConfigError, match="later tokens of a prompt"):
+        fingerprint_of_rows(_config_of(1), 4096, (vllm_config(tiny_llama), cache), "a name")
 
 
 def _rows_of(tensor: int, **changes: Any) -> bytes:

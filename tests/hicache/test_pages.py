@@ -8,6 +8,7 @@ import torch
 
 from hicache.backends import Backend, key_of, write_model
 from kvdisk.mover_process import MoverProcess
+from kvdisk.sglang import identity
 
 COUNT = 40
 WAYS = [
@@ -189,6 +190,12 @@ def test_nothing_of_another_model_or_layout_is_found(tmp_path, what):
 @pytest.mark.parametrize("what", SAME)
 def test_what_is_the_same_is_found(tmp_path, what):
     assert found_after(tmp_path, {}, SAME[what](tmp_path)) == 4
+
+
+def test_a_model_that_is_one_of_several_files_is_named_by_it(tmp_path):
+    """As with several quantisations. ``unit/test_model_identity.py`` shows that it counts."""
+    file = write_model(tmp_path) / "model.safetensors"
+    assert identity.model_place(str(file), None, None) == file
 
 
 def test_mla_is_found_with_another_tensor_parallel_size(tmp_path):

@@ -28,6 +28,7 @@ REFUSED = {
     "context parallelism": ({"storage": {"attn_cp_size": 2}}, "context parallelism"),
     "split heads": ({"storage": {"should_split_heads": True}}, "leave out tp_lcm_size"),
     "dummy weights": ({"arguments": {"load_format": "dummy"}}, "--load-format dummy"),
+    "a copy of weights": ({"arguments": {"load_format": "npcache"}}, "--load-format npcache"),
     "no directory": ({"store_dirs": None}, '{"kvdisk": {"store_dirs"'),
     "an unknown setting": ({"nvme_byte": 7}, "nvme_byte"),
     "no name": ({"weights_name": 7}, '"weights_name" is a text'),

@@ -52,16 +52,25 @@ def name(tmp_path: Path) -> Callable[..., bytes]:
 
 
 def test_it_is_the_same_wherever_the_files_lie(tmp_path: Path, name: Callable[..., bytes]) -> None:
-    """By a directory, a file in it, a copy, and another order of what else is named."""
+    """By a directory, a copy, and another order of what else is named."""
     model = make_model(tmp_path / "one")
     copy = shutil.copytree(model, tmp_path / "other name")
     first = name(model)
     assert len(first) == 32
-    assert first == name(str(model)) == name(copy) == name(model / "model-0.safetensors")
+    assert first == name(str(model)) == name(copy)
     assert first == name(model, dict(reversed(MEANING.items())))
     (copy / "tokenizer.json").write_text('{"a": 1}')
     (copy / "README.md").write_text("another text")
     assert first == name(copy)
+
+
+def test_of_several_files_the_one_that_is_the_model_counts(tmp_path: Path, name: Callable[..., bytes]) -> None:
+    """As with several quantisations of a model in one directory."""
+    model = make_model(tmp_path / "one")
+    copy = shutil.copytree(model, tmp_path / "copy")
+    found = [name(model / f"model-{number}.safetensors") for number in range(2)]
+    assert len({name(model), *found}) == 3
+    assert name(copy / "model-1.safetensors") == found[1]
 
 
 @pytest.mark.parametrize("offset", [20, 1000, 150_001, -1])
