@@ -54,10 +54,15 @@ BEFORE: Final = {
 """The whole life of a copy: which states come before each. ABSENT asks for zero pins."""
 _PRESENCE_OF = bytes((ABSENT, WRITING, READY, ABSENT))
 """The presence of a block, by the state of its only copy where that can be read."""
+_PRESENCES = _PRESENCE_OF.ljust(256, b"\0")
+"""The same, for ``bytes.translate``."""
+_READY = bytes([READY])
 _NOBODY = BlockKey(b"")
 _GROWN_ROWS = 64
 _FEW = 8
 """Keys below which an array costs more than it saves."""
+_IN_TURN = 32
+"""Rows up to which that is so of their presences."""
 
 
 class CopyCounter(Protocol):
@@ -178,6 +183,12 @@ class TierColumns:
         ):
             return ABSENT
         return _PRESENCE_OF[state]
+
+    def presences_in_turn(self, rows: Sequence[int]) -> bytes:
+        """Return the ``presence`` of each row, of NONE ABSENT: for few."""
+        if self.are_all_shown and NONE not in rows:
+            return bytes(map(self.states.__getitem__, rows)).translate(_PRESENCES)
+        return bytes([ABSENT if row == NONE else self.presence(row) for row in rows])
 
     def presences(self, rows: NDArray[np.intp]) -> NDArray[np.uint8]:
         """Return the ``presence`` of each row."""
@@ -499,7 +510,7 @@ class Catalog:
         """Return the fastest tier, of some, that a row (or -1) can be loaded from now."""
         return self.readable_in_turn((row,), tiers)[0]
 
-    def readable_in_turn(self, rows: Iterable[int], tiers: TierChoice = None) -> list[Tier | None]:
+    def readable_in_turn(self, rows: Sequence[int], tiers: TierChoice = None) -> list[Tier | None]:
         """Return the ``readable_tier`` of each row: for few."""
         wanted = [
             (tier, columns, columns.states, columns.are_all_shown)
@@ -561,15 +572,11 @@ class Catalog:
         wanted = self._of(tiers)
         if not self._rows or not wanted:
             return bytes(len(rows))
-        if len(rows) < _FEW:
-            few = bytearray(len(rows))
-            for columns in wanted:
-                states, is_shown = columns.states, columns.are_all_shown
-                for at, row in enumerate(rows):
-                    if row != NONE and few[at] != READY:
-                        presence = _PRESENCE_OF[states[row]] if is_shown else columns.presence(row)
-                        few[at] = max(few[at], presence)
-            return bytes(few)
+        if len(rows) <= _IN_TURN:
+            few = wanted[0].presences_in_turn(rows)
+            for columns in wanted[1:] if few.strip(_READY) else ():
+                few = bytes(map(max, few, columns.presences_in_turn(rows)))
+            return few
         places = np.array(rows, np.intp)
         found = reduce(np.maximum, [each.presences(places) for each in wanted])
         found[places == NONE] = ABSENT

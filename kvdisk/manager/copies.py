@@ -138,18 +138,17 @@ class Copies:
         """Find and pin the fastest copy of each block, of some tiers (None: of any): in a tier, or
         another's."""
         catalog = self._catalog
+        found: dict[Tier, list[Read]] = {}
         rows = catalog.find_all([read.key for read in reads])
-        sources = catalog.readable_in_turn(rows, tiers)
-        for source in dict.fromkeys(sources):
-            alike = [at for at, each in enumerate(sources) if each is source]
-            for at in alike:
-                if source is None:
-                    self.take_from_others(reads[at], tiers)
-                else:
-                    reads[at].row = rows[at]
+        for read, row, source in zip(reads, rows, catalog.readable_in_turn(rows, tiers), strict=True):
             if source is not None:
-                catalog.pin([rows[at] for at in alike], source)
-                self.read_from(source, [reads[at] for at in alike])
+                read.row = row
+                found.setdefault(source, []).append(read)
+            else:
+                self.take_from_others(read, tiers)
+        for source, alike in found.items():
+            catalog.pin([read.row for read in alike], source)
+            self.read_from(source, alike)
 
     def hold(self, rows: NDArray[np.intp], tiers: NDArray[np.uint8]) -> None:
         """Pin the copy of each row in its tier, for a job that is planned later. Tier 0: none."""

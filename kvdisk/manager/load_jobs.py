@@ -288,13 +288,10 @@ class LoadJobs:
                 read.gpu_blocks = tuple([block or NO_BLOCK for block in read.gpu_blocks])
             if read.row == NONE:
                 read.parent = request.parent(read.group, read.position)
-        blocks = LoadedBlocks(
-            bytes([read.group for read in reads]),
-            array("q", [read.position for read in reads]),
-            bytes([read.source or 0 for read in reads]),
-        )
-        gpu_blocks = [read.gpu_blocks for read in reads]
-        return Load(request, blocks, [read.key for read in reads], gpu_blocks=gpu_blocks), reads
+        each_read = [(read.key, read.gpu_blocks, read.group, read.position, read.source or 0) for read in reads]
+        keys, gpu_blocks, groups, positions, tiers = zip(*each_read, strict=True) if each_read else ((),) * 5
+        blocks = LoadedBlocks(bytes(groups), array("q", positions), bytes(tiers))
+        return Load(request, blocks, list(keys), gpu_blocks=gpu_blocks), reads
 
     def _find(
         self, request: RequestState, stretches: Sequence[tuple[int, int]], block_ids: Sequence[Sequence[int]]
