@@ -4,6 +4,7 @@ machine may lack."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -27,6 +28,16 @@ __all__ = [
 # how to repeat it.
 settings.register_profile("kvdisk", deadline=None, print_blob=True, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("kvdisk")
+
+gc.disable()  # while tests are collected: most of what is made then stays
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """From here on no collection walks what has been imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

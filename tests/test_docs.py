@@ -304,6 +304,7 @@ def sentences() -> list[list[str]]:
     return [pieces for pieces in found if len(" ".join(pieces).split()) >= 3]
 
 
+@cache
 def is_logged(line: str) -> bool:
     """Whether the code can say this. An ellipsis at the end stands for the rest, another one for
     any word."""

@@ -86,8 +86,21 @@ def named(path: Path) -> str:
 # --- What is wrong with one text; each is shown below to find what it looks for. ---
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go() -> Iterator[None]:
+    """Trees of all modules are large."""
+    yield
+    parsed.cache_clear()
+    known_classes.cache_clear()
+
+
 def oversized(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MOST_FUNCTION_LINES:
@@ -95,7 +108,7 @@ def oversized(text: str) -> Iterator[str]:
 
 
 def crowded_constructors(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             count = len(node.args.args) + len(node.args.kwonlyargs) - 1
             if count > MOST_PARAMETERS:
@@ -103,7 +116,7 @@ def crowded_constructors(text: str) -> Iterator[str]:
 
 
 def classes_of(text: str) -> Iterator[ast.ClassDef]:
-    yield from (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    yield from (node for node in ast.walk(parsed(text)) if isinstance(node, ast.ClassDef))
 
 
 def methods_of(found: ast.ClassDef) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -162,7 +175,7 @@ class _Imports(ast.NodeVisitor):
 
 def foreign_imports(path: str, text: str) -> Iterator[str]:
     imports = _Imports()
-    imports.visit(ast.parse(text))
+    imports.visit(parsed(text))
     for module in imports.modules:
         package = module.partition(".")[0]
         if package == "kvdisk":
@@ -313,7 +326,7 @@ def test_the_architecture_names_only_modules_that_exist(name):
 def test_the_architecture_names_only_members_that_exist():
     """Each ``Class.member``, by the classes of ours; it may be one of several classes of a name."""
     members: dict[str, set[str]] = {}
-    for node in (each for path in modules() for each in ast.walk(ast.parse(path.read_text()))):
+    for node in (each for path in modules() for each in ast.walk(parsed(path.read_text()))):
         if isinstance(node, ast.ClassDef):
             bodies = (each.target if isinstance(each, ast.AnnAssign) else each for each in node.body)
             names = (getattr(each, "name", getattr(each, "id", "")) for each in bodies)
@@ -335,7 +348,7 @@ def test_where_a_change_goes_names_what_is_in_its_file():
 def imports_of(name: str, known: Collection[str]) -> set[str]:
     """Return the modules of ours that one imports, those for type checking included."""
     path = ROOT / name.replace(".", "/")
-    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    tree = parsed((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -194,6 +194,7 @@ reads them where an engine's configuration is built.
 # --- The command line. ---
 
 
+@cache
 def commands() -> list[tuple[str, Any]]:
     """Return each command with its name, in the order in which they are registered."""
     group: Any = typer.main.get_command(app)

@@ -5,6 +5,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from forked_engines import Forked
 from schedulers import Engines
 from torture_rounds import answers_alone
 
-from kvdisk.connector import lora
+from kvdisk.connector import hooks, lora
 
 ROOT = Path(__file__).resolve().parents[2]
 Models = Callable[[str], Path]
 EngineChild.start = Forked  # most of a start is the import of vLLM
+hooks._parameters = cache(hooks._parameters)  # each connector looks at the same hundred functions
 
 
 @pytest.fixture

@@ -120,6 +120,8 @@ class Rank:
         self._number = number
         self._part = bench.connector.scheduler._geometry.shard_of(number)
         self._threaded = threaded
+        self._known: dict[tuple[Any, int, int], np.ndarray] = {}
+        """See ``_right``: by a block's hash, layer and weights."""
         self._tables: dict[str, list[list[int]]] = {}
         self._states: dict[tuple[str, int], tuple[int, int, int]] = {}
         """Of a request and a layer: tokens that it has, the place of its running state in its
@@ -320,17 +322,24 @@ class Rank:
         for block in self._bench.pool.blocks[1:]:
             if block.block_hash is None or block.block_id in self.unsound:
                 continue
-            text, end = self._bench.named(get_block_hash(block.block_hash))
+            of_group = get_group_id(block.block_hash)
             for layer, (group, view) in enumerate(self.views):
-                if group == get_group_id(block.block_hash):
-                    spec = self._bench.cache.kv_cache_groups[group].kv_cache_spec
-                    size = resolve_dcp_kv_block_size(spec, self._bench.shards)
-                    start = (end - 1) // size * size if view.shape[1] > 1 else end - 1
-                    ahead = self._ahead(group)
-                    held = self._held(group, start, end - ahead)
-                    found = view[block.block_id][: len(held)]
-                    right = self._content(layer, text, start + ahead, end)[held]
+                if group == of_group:
+                    right = self._right(block.block_hash, layer)
+                    found = view[block.block_id][: len(right)]
                     assert (found == right).all(), f"block {block.block_id} is cached, and its bytes are wrong"
+
+    def _right(self, block_hash: Any, layer: int) -> np.ndarray:
+        """Return what a cached block is to hold of a layer on this rank, worked out once."""
+        name = block_hash, layer, self._bench.weights
+        if name not in self._known:
+            group, view = self.views[layer]
+            text, end = self._bench.named(get_block_hash(block_hash))
+            size = resolve_dcp_kv_block_size(self._bench.cache.kv_cache_groups[group].kv_cache_spec, self._bench.shards)
+            start = (end - 1) // size * size if view.shape[1] > 1 else end - 1
+            ahead = self._ahead(group)
+            self._known[name] = self._content(layer, text, start + ahead, end)[self._held(group, start, end - ahead)]
+        return self._known[name]
 
     # -- failures ------------------------------------------------------------------------------
 

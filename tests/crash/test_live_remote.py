@@ -60,8 +60,10 @@ def has_loaded(engine: LiveEngine) -> int:
     return engine.manager.stats["hit_blocks.remote"] + engine.manager.stats["prefetched_blocks"]
 
 
-@pytest.mark.parametrize("drive", [True, False])
-@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(
+    ("windowed", "drive"),
+    [(False, True), (True, False), *(pytest.param(at, at, marks=pytest.mark.torture) for at in (False, True))],
+)
 def test_what_one_host_computed_another_finds_at_its_first_request(start, windowed: bool, drive: bool) -> None:
     model = LiveModel(windowed=windowed)
     one = start(model, drive=drive)
@@ -148,7 +150,15 @@ def test_after_new_weights_nothing_is_asked_or_sent(start) -> None:
         assert two.manager.stats[name] == before.get(name, 0), name
 
 
-@pytest.mark.parametrize(("sealed", "codec"), [(False, None), (True, None), (False, CODEC), (True, CODEC)])
+@pytest.mark.parametrize(
+    ("sealed", "codec"),
+    [
+        (False, None),
+        (True, CODEC),
+        pytest.param(True, None, marks=pytest.mark.torture),
+        pytest.param(False, CODEC, marks=pytest.mark.torture),
+    ],
+)
 def test_foreign_bytes_are_never_served(start, s3_server, url, tmp_path, sealed: bool, codec: str | None) -> None:
     key = tmp_path / "key"
     key.write_bytes(secrets.token_bytes(32))

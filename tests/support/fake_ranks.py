@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvdisk.blocks import BY_KEY_OVER, BlockKey, JobId, Slot, Tier, group_of, make_block_key
+from kvdisk.blocks import BY_KEY_OVER, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import Geometry
 from kvdisk.messages import NO_BLOCK, Job, JobKind, JobResult, Move, Plan, Reason, Report, SegmentSpec
 from kvdisk.worker.request_loads import RequestLoads
@@ -103,6 +103,8 @@ class FakeRank:
         self.gpu: dict[int, str] = {}
         self.arena: dict[Slot, Content] = {}
         self.drive: dict[Slot, Content] = {}
+        self._right: dict[Tier, dict[Slot, tuple[object, ...]]] = {tier: {} for tier in KEPT_TIERS}
+        """What ``check_slot`` found right last of a slot: its content, and what was asked."""
         self.segments: dict[int, int] = {}
         self._open: set[int] = set()
         self._joined = False
@@ -328,9 +330,13 @@ class FakeRank:
 
     def check_slot(self, tier: Tier, slot: Slot, epoch: int, weights: int, key: BlockKey, generation: int) -> None:
         content = (self.arena if tier is Tier.CPU else self.drive).get(slot)
+        asked = content, epoch, weights, key, generation
+        if self._right[tier].get(slot) == asked:
+            return
         value = value_of(key, weights, self.rank, self._groups[group_of(key)])
         right = content is not None and content.holds(epoch, key, generation, value)
         assert right, f"{tier.name} {slot} of rank {self.rank} has {content}, not {key!r} {generation} {value!r}"
+        self._right[tier][slot] = asked
 
     def opens_segment(self, job_id: JobId) -> bool:
         return self._works[job_id].job.kind is JobKind.OPEN_SEGMENT

@@ -21,9 +21,11 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, fields, replace
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from kvdisk.config import Config
 from kvdisk.errors import KvdiskError
@@ -216,11 +218,19 @@ def _redirect(log: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
 
 
+def _prepare_server() -> None:
+    """Have the server import everything. It would find nothing of ours: this Python does not tell
+    it where."""
+    _SERVER.set_forkserver_preload(["support.live_process"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
+
+
 def start_process(settings: ProcessSettings) -> BaseProcess:
     """Start a process that runs these settings; its exit code is ``run_process``'s, or 1 for any
     other error."""
     assert settings.log, "a process of the server has no console"
-    _SERVER.set_forkserver_preload(["support.live_process"])
+    _prepare_server()
     process = _SERVER.Process(target=_engine_process, args=(settings,))
     process.start()
     return process
@@ -237,7 +247,7 @@ def read_lines(log: str | Path, what: str = "") -> list[dict[str, Any]]:
 
 
 def main() -> NoReturn:
-    _SERVER.set_forkserver_preload(["support.live_process"])
+    _prepare_server()
     parser = argparse.ArgumentParser(description=__doc__)
     for one in fields(ProcessSettings):
         kind = {"float": float, "int": int, "str": str}.get(str(one.type))

@@ -94,9 +94,8 @@ def ready_copies(catalog: Catalog, tier: Tier) -> dict[tuple[int, BlockKey], Blo
     copies, and what a reset has left in memory: that leaves in any order."""
     return {
         (catalog.epochs[row], catalog.keys[row]): catalog.parent(row)
-        for row in catalog.rows()
-        if catalog.state(row, tier) in {CopyState.WRITING, CopyState.READY}
-        and (tier is Tier.NVME or catalog.find(catalog.keys[row]) == row)
+        for row in catalog.kept_in(tier)
+        if (tier is Tier.NVME or catalog.find(catalog.keys[row]) == row)
     }
 
 
@@ -140,7 +139,7 @@ class WatchedCpuSpace(MemorySpace):
         catalog = self._catalog
         only_here = [
             (row, catalog.keys[row])
-            for row in catalog.rows()
+            for row in catalog.rows_in(Tier.CPU)
             if catalog.state(row, Tier.CPU) == CopyState.READY
             and catalog.state(row, Tier.NVME) == CopyState.ABSENT
             and not catalog.columns(Tier.CPU).is_of_no_age(row)  # nobody would be served

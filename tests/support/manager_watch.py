@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvdisk.blocks import BY_KEY_OVER, GROUP_BYTES, KEPT_TIERS, BlockKey, JobId, Slot, Tier, group_of, make_block_key
 from kvdisk.geometry import GroupGeometry
+from kvdisk.index.base import BlockRecord
 from kvdisk.index.memory_index import MemoryIndex
+from kvdisk.index.packed import Table
 from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, CopyState, TierChoice
 from kvdisk.manager.load_jobs import Load
@@ -31,6 +35,7 @@ from support.manager_parts import DAY_S, ManagerParts, Sizes, WatchedCpuSpace, i
 from support.pool_check import check_pool
 from support.read_watch import ReadWatch
 
+_READY = int(CopyState.READY)
 _BAD_COPY = frozenset({Reason.HEADER, Reason.CHECKSUM, Reason.IO_ERROR})
 _READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
 _BAD_WRITE = frozenset({Reason.NO_SPACE, Reason.IO_ERROR})
@@ -110,6 +115,9 @@ class ManagerWatch(Watch):
     """See ``_held_of_tenants``, at the start."""
     stored_s: dict[tuple[BlockKey, int], int] = field(default_factory=dict)
     """When each block was first stored, by key and generation, also by processes before."""
+    _committed: dict[bytes, bytes] = field(default_factory=dict)
+    _records: list[BlockRecord] = field(default_factory=list)
+    """What was committed at the last look."""
     _allowed_bytes: float = 0.0
     """Of the budget of written bytes: an hour's at most, none at the start."""
 
@@ -591,15 +599,15 @@ class ManagerWatch(Watch):
     def _check_slots(self, tier: Tier, pool: SlotPool) -> None:
         """Invariant 1: a used slot is held by one copy, and each copy in service holds one."""
         catalog = self.parts.catalog
-        held = [catalog.slot(row, tier) for row in catalog.rows() if catalog.state(row, tier) != CopyState.ABSENT]
+        held = catalog.columns(tier).places(catalog.rows_in(tier))
         assert len(set(held)) == len(held), "two copies in one slot"
-        in_service = {slot for slot in held if pool.has_segment(slot.segment)}
+        segments = {segment for segment, _ in held} | _segments_of(self.sizes, self.parts, tier)
+        in_pool = set(filter(pool.has_segment, segments))
+        in_service = {place for place in held if place[0] in in_pool}
         used = {
-            Slot(segment, index)
-            for segment in {slot.segment for slot in held} | _segments_of(self.sizes, self.parts, tier)
-            if pool.has_segment(segment)
-            for index, state in enumerate(pool.states[segment])
-            if state == USED
+            (segment, index)
+            for segment in in_pool
+            for index in np.flatnonzero(np.frombuffer(pool.states[segment], np.uint8) == USED).tolist()
         }
         assert used == in_service, "a used slot without a copy, or a copy without its slot"
         for total, free, awaiting in zip(pool.total, pool.free, pool.awaiting, strict=True):
@@ -609,17 +617,21 @@ class ManagerWatch(Watch):
         """Invariant 3: a READY copy's slot holds that key's bytes on every rank. And along a chain
         uses never rise; a recurrent state, which is wanted alone, follows the KV beside it."""
         catalog, known = self.parts.catalog, self.parts.manager._history.known
+        keys, epochs, generations = catalog.keys, catalog.epochs, catalog.generations
         for row in catalog.rows():
-            parent, is_state = catalog.parent(row), self._is_state(catalog.keys[row])
-            follows = not is_state or parent is None or not self._is_state(parent)
-            assert follows, f"{catalog.keys[row]!r} follows {parent!r}, and not what it serves with"
-            rises = not is_state and parent is not None and 0 < known(parent)[0] < known(catalog.keys[row])[0]
-            assert not rises, f"{catalog.keys[row]!r} was used more often than {parent!r} before it"
-            for tier in (Tier.CPU, Tier.NVME):
-                if catalog.state(row, tier) == CopyState.READY:
-                    key, epoch = catalog.keys[row], catalog.epochs[row]
-                    assert epoch in self.weights, "a copy of weights that this process never had"
-                    self._check_slot(tier, catalog.slot(row, tier), epoch, key, catalog.generations[row])
+            key, parent = keys[row], catalog.parent(row)
+            if parent is None:
+                continue
+            if self._is_state(key):
+                assert not self._is_state(parent), f"{key!r} follows {parent!r}, and not what it serves with"
+            else:
+                rises = 0 < known(parent)[0] < known(key)[0]
+                assert not rises, f"{key!r} was used more often than {parent!r} before it"
+        for tier in catalog.tiers:
+            rows = [row for row in catalog.rows_in(tier) if catalog.columns(tier).states[row] == _READY]
+            for row, slot in zip(rows, catalog.columns(tier).slots(rows), strict=True):
+                assert epochs[row] in self.weights, "a copy of weights that this process never had"
+                self._check_slot(tier, slot, epochs[row], keys[row], generations[row])
 
     def _held_of_tenants(self, tier: Tier) -> Counter[tuple[int, int]]:
         """Return how many copies each tenant has in a tier, by size class and tenant."""
@@ -659,29 +671,33 @@ class ManagerWatch(Watch):
             for row in catalog.rows_in(space.tier):
                 size_class = self.sizes.geometry.size_classes[group_of(catalog.keys[row])]
                 policy = space._evictors[size_class]._policy
-                told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_so, parent = policy.standing(row), catalog.parent_rows[row]
+                if is_so in {None, DEMOTED}:
+                    continue
+                told = standings.of(catalog.keys[row]) if catalog.find(catalog.keys[row]) == row else None
                 is_old = catalog.epochs[row] != self.parts.manager._state.epoch and self.parts.manager._work.has(
                     Kind.GONE
                 )
-                assert is_so in {None, DEMOTED} or told in {is_so, PINNED} or is_old
+                assert told in {is_so, PINNED} or is_old
                 if is_so == PINNED and parent != NONE and policy.holds(parent):
                     assert policy.standing(parent) == PINNED
 
     def _check_records(self) -> None:
         """Invariant 2: a committed record's slot holds that key's bytes on every rank."""
-        for record in self.index.blocks():
+        committed = self.index._tables[Table.BLOCKS] if isinstance(self.index, MemoryIndex) else None
+        if committed is None or committed != self._committed:
+            self._committed, self._records = dict(committed or {}), list(self.index.blocks())
+        for record in self._records:
             if record.epoch in self.weights:
                 self._check_slot(Tier.NVME, record.slot, record.epoch, record.key, record.generation)
 
     def _check_zombies(self) -> None:
         """What a late move of a settled job may still touch is held, and pinned, until all ranks
         have released it."""
-        catalog = self.parts.catalog
-        for tier in (Tier.CPU, Tier.NVME):
-            rows = [row for row in catalog.rows() if catalog.state(row, tier) != CopyState.ABSENT]
-            pins = {catalog.slot(row, tier): catalog.pins(row, tier) for row in rows}
-            for (at, slot), count in self._zombie_pins().items():
+        catalog, zombies = self.parts.catalog, self._zombie_pins()
+        for tier in {tier for tier, _ in zombies}:
+            pins = {catalog.slot(row, tier): catalog.pins(row, tier) for row in catalog.rows_in(tier)}
+            for (at, slot), count in zombies.items():
                 assert at is not tier or pins.get(slot, 0) >= count, f"{tier.name} {slot} is not held for a late move"
 
     def _check_slot(self, tier: Tier, slot: Slot, epoch: int, key: BlockKey, generation: int) -> None:

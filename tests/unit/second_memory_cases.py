@@ -37,7 +37,7 @@ def test_blocks_go_down_and_come_back_from_each_tier(
     for seed in range(2):  # the second one finds what the first has left on the drive
         engine = LiveEngine(config, model)
         try:
-            LiveLoad(engine, seed, SHAPE).run_requests(100)
+            LiveLoad(engine, seed, SHAPE).run_requests(50)
             audit(engine)
             stats = engine.manager.stats
             assert [space.tier for space in engine.manager._tiers] == [CPU, FAR, NVME]

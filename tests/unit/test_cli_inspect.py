@@ -306,8 +306,8 @@ def test_what_is_printed_by_default_fits_a_terminal(path: Path) -> None:
 
 
 def printed(path: Path, *options: object, code: int = 0) -> list[str]:
-    done = run("inspect", path, *options, COLUMNS="80")
-    assert (done.returncode, done.stderr) == (code, "")
+    done = run_here("inspect", path, *options)
+    assert (done.exit_code, done.stderr) == (code, "")
     return done.stdout.splitlines()
 
 

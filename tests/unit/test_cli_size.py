@@ -110,11 +110,11 @@ def test_what_fits_is_what_an_engine_has_room_for(tmp_path, config, ranks, monke
 def test_units_leave_less_to_headers_and_the_index(tmp_path):
     """By default there are units where the longest prompt has many blocks, and the tiers room."""
     arguments = ["--model", written(tmp_path / "model", LLAMA), "--tp", "8", "--nvme", "1TiB"]
-    plain, units = run_json("size", *arguments), run_json("size", *arguments, "--max-model-len", "1000000")
+    plain, units = json_of("size", *arguments), json_of("size", *arguments, "--max-model-len", "1000000")
     assert [found["groups"][0]["block_tokens"] for found in (plain, units)] == [16, 128]
     assert plain["nvme"]["blocks"] // 8 < units["nvme"]["blocks"] * 1.02
     for more, tokens in ((["--unit-tokens", "off"], 16), (["--unit-tokens", "64"], 64), (["--cpu", "4GiB"], 64)):
-        found = run_json("size", *arguments, "--max-model-len", "1000000", *more)
+        found = json_of("size", *arguments, "--max-model-len", "1000000", *more)
         assert found["groups"][0]["block_tokens"] == tokens, more
     assert units["nvme"]["tokens"] > plain["nvme"]["tokens"]
     refused = run_here("size", *arguments, "--unit-tokens", "24")
@@ -144,7 +144,7 @@ def test_the_report_and_its_json(tmp_path):
 
 def test_data_parallel_ranks_are_engines_that_have_each_so_much(tmp_path):
     model = ("--model", written(tmp_path / "model", LLAMA), "--cpu", "8GiB", "--nvme", "100GiB")
-    one, three = run_json("size", *model), run_json("size", *model, "--dp", "3")
+    one, three = json_of("size", *model), json_of("size", *model, "--dp", "3")
     assert three.pop("data_parallel") == 3 and one.pop("data_parallel") == 1 and one == three
     said = run_here("size", *model, "--dp", "3").stdout
     assert "each of 3 engines has so much: 24.0 GiB together" in said and "300.0 GiB together" in said

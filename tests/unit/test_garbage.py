@@ -28,6 +28,13 @@ ALLOWED = 500
 """Of what is walked; of blocks there are more."""
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _apart() -> None:
+    """What was there before is not walked."""
+    gc.collect()
+    gc.freeze()
+
+
 class NoIndex(MemoryIndex):
     """Keeps nothing: the real one keeps its records in a file."""
 

@@ -16,7 +16,8 @@ from kvdisk.remote.obstore_bucket import CLIENT_OPTIONS, ObstoreBucket, divide_o
 STORES = {"s3": ("_aws", "S3Config"), "gs": ("_gcs", "GCSConfig"), "az": ("_azure", "AzureConfig")}
 PREFIXES = {"s3": "aws_", "gs": "google_", "az": "azure_"}
 BASE = {"s3": {}, "gs": {}, "az": {"azure_storage_account_name": "somebody"}}
-VALUES = ("true", "1", "5s", "text", "")
+VALUES = ("", "text", "5s", "1", "true")
+"""What takes the first two is text, and takes all."""
 
 
 def names_of(file: str, config: str) -> list[str]:
@@ -43,6 +44,8 @@ def test_each_setting_is_taken_or_refused_by_name(scheme, capfd):
         for name in (bare, prefix + bare, (prefix + bare).upper()):
             # A client is slow to make: of the other forms one that is right, and one that is not.
             for value in VALUES if name == bare else (*good[:1], *[each for each in VALUES if each not in good][:1]):
+                if name == bare and good == ["", "text"]:
+                    break
                 try:
                     ObstoreBucket(url, BASE[scheme] | {name: value}, deadline_s=1.0)
                     taken.add(name)

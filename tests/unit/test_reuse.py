@@ -97,7 +97,7 @@ def long_prompt(blocks: int, seed: int) -> list[BlockKey]:
 
 
 @pytest.mark.parametrize("before", [0, 300_000])
-@pytest.mark.parametrize("blocks", [2048, 8192, 65_536])
+@pytest.mark.parametrize("blocks", [2048, 8192, pytest.param(65_536, marks=pytest.mark.torture)])
 def test_all_of_what_a_request_came_to_is_known_when_it_is_counted(blocks, before):
     """Keys of one prompt do not take each other's places, and what was known of them stays."""
     history = ReuseHistory()
@@ -363,7 +363,7 @@ def test_one_long_prompt_is_no_scan():
 
 
 @pytest.mark.parametrize("places", [1 << 8, 1 << 12, 1 << 15])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.torture) for seed in range(1, 3))])
 def test_many_blocks_at_once_are_counted_as_one_by_one(monkeypatch, places, seed):
     rng = random.Random(seed)
     monkeypatch.setattr("kvdisk.manager.bounds.LEAST_PLACES", places)
