@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,9 @@ __all__ = [
 # how to repeat it.
 settings.register_profile("kvdisk", deadline=None, print_blob=True, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("kvdisk")
+
+# A shell lets what runs in the background ignore SIGINT, and so would each process of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # while tests are collected: most of what is made then stays
 

@@ -85,6 +85,12 @@ class GatedDevice(FaultyDevice):
             self.release()
         return super().poll(timeout_s)
 
+    def drain(self) -> list[Outcome]:
+        """See ``Device``: what is kept back ends when it is let go."""
+        if self.held:
+            self.opens.wait()
+        return super().drain()
+
 
 @contextmanager
 def gated_device() -> Iterator[GatedDevice]:
