@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, make_block_key
+from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, key_end
 from kvdisk.connector.kv_groups import GroupIds
 from kvdisk.context import KVCacheBlockView
 from kvdisk.errors import ConfigError
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
 
 class PooledBlock(NamedTuple):
-    """``KVCacheBlockView`` of one of vLLM's blocks."""
+    """``KVCacheBlockView`` of one of vLLM's blocks. ``key_of``: see
+    ``BlockPoolContext.key_of``."""
 
     block: KVCacheBlock
-    geometry: Geometry
-    groups: GroupIds
-    void: Collection[bytes] = ()
+    key_of: Callable[[KVCacheBlock], BlockKey | None]
 
     @property
     def block_id(self) -> int:
@@ -34,19 +33,8 @@ class PooledBlock(NamedTuple):
 
     @property
     def key(self) -> BlockKey | None:
-        """See ``KVCacheBlockView``. vLLM appends the group to the hash in four bytes, kvdisk in
-        two.
-
-        None also where vLLM knows the block by a part of its tokens, or by a hash that is void.
-        """
-        named, tokens = self.block.block_hash, self.block.block_hash_num_tokens
-        if named is None or tokens is None:
-            return None
-        group = self.groups.number_of(get_group_id(named))
-        if tokens % self.geometry.groups[group].gpu_block_tokens:
-            return None
-        key = get_block_hash(named)
-        return None if key in self.void else make_block_key(key, group)
+        """See ``KVCacheBlockView``."""
+        return self.key_of(self.block)
 
 
 class BlockPoolContext:
@@ -67,8 +55,12 @@ class BlockPoolContext:
         self._pool = pool
         if not isinstance(pool._reuse_watchers, _Watchers):
             pool._reuse_watchers = _Watchers(pool._reuse_watchers)
-        self._geometry = geometry
         self._groups = groups
+        self._named = {
+            group_id: (key_end(number), geometry.groups[number].gpu_block_tokens)
+            for number, group_id in enumerate(groups.ids)
+        }
+        """By vLLM's group: what keys end with, and the tokens of a whole block."""
         self._void = void
         self.step_blocks = step_blocks
         self._note = self._note_reuse  # one object, to be known again
@@ -91,7 +83,20 @@ class BlockPoolContext:
 
     def get_block(self, block_id: int) -> KVCacheBlockView:
         """Return the block with this id."""
-        return PooledBlock(self._pool.blocks[block_id], self._geometry, self._groups, self._void)
+        return PooledBlock(self._pool.blocks[block_id], self.key_of)
+
+    def key_of(self, block: KVCacheBlock) -> BlockKey | None:
+        """Return the key of what a block has. vLLM appends the group to the hash in four bytes,
+        kvdisk in two.
+
+        None also where vLLM knows the block by a part of its tokens, or by a hash that is void.
+        """
+        named, tokens = block.block_hash, block.block_hash_num_tokens
+        if named is None or tokens is None:
+            return None
+        end, block_tokens = self._named[get_group_id(named)]
+        key = get_block_hash(named)
+        return None if tokens % block_tokens or key in self._void else BlockKey(key + end)
 
     def watch(self, block_ids: Sequence[int]) -> None:
         """See ``SchedulerContext``.
@@ -119,11 +124,11 @@ class BlockPoolContext:
     def find_block(self, key: BlockKey) -> int | None:
         """See ``SchedulerContext``."""
         found = self._pool.get_cached_block(key[:-GROUP_BYTES], [self._groups.ids[group_of(key)]])
-        return found[0].block_id if found and self.get_block(found[0].block_id).key == key else None
+        return found[0].block_id if found and self.key_of(found[0]) == key else None
 
     def iter_free_blocks(self) -> Iterator[KVCacheBlockView]:
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield PooledBlock(block, self._geometry, self._groups, self._void)
+            yield PooledBlock(block, self.key_of)
 
 
 _Watcher = Callable[["KVCacheBlock"], None]

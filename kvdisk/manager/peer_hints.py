@@ -104,9 +104,11 @@ class PeerHints:
 
     def tier_of(self, key: BlockKey, tiers: TierChoice = None) -> Tier:
         """Return what a hinted block is read as, of some tiers."""
-        may_be_far = key in self.remote.hints and (tiers is None or self.remote.tier in tiers)
-        is_near = key in self.neighbours.usable_hints and (tiers is None or self.neighbours.tier in tiers)
-        return self.remote.tier if may_be_far and not is_near else self.neighbours.tier
+        remote, neighbours = self.remote, self.neighbours
+        if key not in remote.hints or not (tiers is None or remote.tier in tiers):
+            return neighbours.tier  # asked of each block of a long prompt: mostly there is but one source
+        is_near = key in neighbours.usable_hints and (tiers is None or neighbours.tier in tiers)
+        return neighbours.tier if is_near else remote.tier
 
     def stop(self) -> None:
         """Ask no more, because this engine's weights are no longer those of the files."""
