@@ -766,11 +766,9 @@ class Store:
         until ``needed_bytes`` more fit, also within a joint cap; return whether they do."""
         if stock.exceeds(needed_bytes):
             self._remove_loose(stock)
-        mine = [home.id for home in stock.of(joint)]
+        mine = {home.id for home in stock.of(joint)} - stock.left
         for home in stock.unowned:
-            if home.id not in mine or home.id in stock.left:
-                continue
-            if stock.exceeds_joint(joint, needed_bytes) and home.last_use_s <= unused_since_s:
+            if home.id in mine and stock.exceeds_joint(joint, needed_bytes) and home.last_use_s <= unused_since_s:
                 self._delete(stock, home)
         for home in stock.unowned_to_delete(fingerprint):
             if stock.exceeds(needed_bytes) and home.last_use_s <= unused_since_s:
