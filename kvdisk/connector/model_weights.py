@@ -56,8 +56,8 @@ def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
 
 
 def loaded_of(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
-    """Return what says which of a model's weight files are loaded, where they may be there for
-    several ways of loading; empty where one of vLLM's own settings by default says it."""
+    """Return facts that tell which of a model's weight files vLLM loads, where a directory may have
+    several sets of them; empty where ``--load-format auto`` would load the same ones."""
     name, load_format = Path(str(model.model_weights or model.model)), str(load.load_format)
     found: dict[str, Any] = {"file": name.name} if name.is_file() else {}
     if load_format not in _SAFETENSORS_FIRST:

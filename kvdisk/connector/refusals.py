@@ -64,7 +64,7 @@ def _unsupported(vllm_config: VllmConfig, role: str | None) -> Iterator[str]:
     if model.is_encoder_decoder:
         yield "encoder-decoder models"
     if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):
-        yield "enable_return_routed_experts: of what is loaded vLLM has no experts to return, and the engine ends"
+        yield "enable_return_routed_experts: vLLM knows no experts of KV that is loaded, and ends at the first hit"
     if model.pooler_config is not None and not model.is_prefix_caching_supported:
         yield "models whose pooling needs each prompt computed whole, as of all its tokens (MEAN, CLS, STEP)"
     if sleeps(vllm_config) and not hasattr(KVConnectorBase_V1, _SLEEP_HOOK):

@@ -62,7 +62,7 @@ _GROWN_ROWS = 64
 _FEW = 8
 """Keys below which an array costs more than it saves."""
 _IN_TURN = 32
-"""Rows up to which that is so of their presences."""
+"""Rows up to which presences are told without an array."""
 
 
 class CopyCounter(Protocol):
