@@ -203,6 +203,7 @@ class Store:
         joint: JointCap | None = None,
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
+        Where one is of an owner with this very cap, none is taken that would have to be cut.
 
         A home fits if all its drives are among the store's; further ones are added to it. Whether
         its index can be trusted is the next question: see ``Home``. Unowned homes go that are not
@@ -234,7 +235,7 @@ class Store:
                         logger.warning("kvdisk deletes engine store %s, whose HOME and HOME.tmp are damaged", home.id)
                     self._delete(stock, home)
             self._remove_loose(stock)
-            mine = self._choose(stock, fingerprint, description, joint)
+            mine = self._choose(stock, fingerprint, description, joint, cap_bytes)
             now_s, home_id = self.now_s(), uuid.uuid4().hex
             old = mine.record if mine else None
             record = HomeRecord(
@@ -294,17 +295,20 @@ class Store:
                 logger.warning("kvdisk leaves engine store %s alone: another machine used it %s", home.id, when)
 
     def _choose(
-        self, stock: Stock, fingerprint: bytes, description: dict[str, Any], joint: JointCap | None
+        self, stock: Stock, fingerprint: bytes, description: dict[str, Any], joint: JointCap | None, cap_bytes: int
     ) -> Holding | None:
         fit = [
-            (home.allocated_bytes, home.last_use_s, home)
+            (home.record.cap_bytes, home.allocated_bytes, home.last_use_s, home)
             for home in stock.unowned
             if home.record
             and home.record.suits(fingerprint, description)
             and home.record.is_of_member(joint)
             and serves(self.drives, home.record)
         ]
-        return max(fit, key=lambda found: found[:2])[2] if fit else None
+        if any(found[0] == cap_bytes for found in fit):
+            # What would be cut is of an engine with more room, which may start after this one.
+            fit = [found for found in fit if found[1] <= cap_bytes]
+        return max(fit, key=lambda found: found[1:3])[3] if fit else None
 
     def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
         """Delete unowned homes until all fits once this home is owned; it counts with its cap at

@@ -21,6 +21,7 @@ from rebuild_stores import (
     allocated,
     end,
     file_of,
+    fill,
     hold,
     home_path,
     key_of,
@@ -394,6 +395,24 @@ def test_a_smaller_cap_is_kept_when_the_start_is_over(path):
     assert {record.segment for record in parts.index.segments()} == {row.slot.segment for row in kept}
     parts.close()
     assert served(path, cap_bytes=small) == kept
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_an_engine_with_a_smaller_cap_leaves_the_store_of_a_larger_one_whole(path, clean):
+    """Both were down, and the smaller one is back first: it has a store of its own cap."""
+    small = 24 << 20
+    make_large_store(path)
+    large, beside = start(path), start(path, cap_bytes=small)
+    expected = rows(large)
+    fill(beside.home, beside.index)
+    end(beside, clean=clean)
+    end(large, clean=clean)
+    beside = start(path, cap_bytes=small)
+    assert len(rows(beside)) == 20
+    large = start(path)
+    assert rows(large) == expected
+    end(large)
+    end(beside)
 
 
 def test_on_a_full_drive_the_files_go_before_the_records(path, monkeypatch):
