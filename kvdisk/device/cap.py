@@ -97,13 +97,15 @@ class Stock:
     """All engine stores of a store while it is locked.
 
     ``loose``: folders on further drives that no engine store names. ``loose_bytes``: what they
-    hold. ``now_s``: seconds since the Unix epoch.
+    hold. ``now_s``: seconds since the Unix epoch. ``clock_was_moved``: a moment ago, so that times
+    of before do not say how long ago they were: they count as of now.
     """
 
     homes: list[Holding]
     loose: list[Path]
     loose_bytes: int
     now_s: int
+    clock_was_moved: bool = False
     _lived_bytes: int = 0
     """What owners might have that lived together a moment ago, as far as was seen here: what is
     deleted leaves it as it is."""
@@ -159,7 +161,7 @@ class Stock:
     def together(self, before: Together | None) -> Together:
         """Return what HOME of a live owner shall say next, which says ``before``."""
         if before is not None and self._is_fresh(before) and before.nvme_bytes > self._live_bytes:
-            return before
+            return before._replace(at_s=self.now_s) if self.clock_was_moved else before
         return Together(self._live_bytes, self.now_s)
 
     def together_at_start(self, cap_bytes: int, joint: JointCap | None) -> Together:
@@ -173,7 +175,13 @@ class Stock:
         return bytes_allowed(self._live_caps)
 
     def _is_fresh(self, together: Together) -> bool:
-        return abs(self.now_s - together.at_s) < ORPHAN_SPARED_S
+        return self.clock_was_moved or abs(self.now_s - together.at_s) < ORPHAN_SPARED_S
+
+    @property
+    def spared_since_s(self) -> int:
+        """What was used after that is spared, but for the room that an owner needs within its
+        cap."""
+        return -1 if self.clock_was_moved else self.now_s - ORPHAN_SPARED_S
 
     def of(self, joint: JointCap | None) -> list[Holding]:
         """Return the engine stores of a joint cap."""

@@ -116,14 +116,26 @@ One that is behind by more than IN_USE_S cannot be told from one that has stoppe
 class Store:
     """A store. Made by ``open``; holds no descriptor and no lock between calls.
 
-    ``path``: its first directory. ``drives``: all that could be opened. ``boot_id`` and ``clock``
-    (seconds since the Unix epoch) are there for tests.
+    ``path``: its first directory. ``drives``: all that could be opened. ``boot_id``, ``clock``
+    (seconds since the Unix epoch) and ``steady`` (seconds that nobody moves; without it ``clock``)
+    are there for tests.
     """
 
-    def __init__(self, path: Path, *, boot_id: str | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        boot_id: str | None = None,
+        clock: Callable[[], float] | None = None,
+        steady: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock = clock or time.time
+        self._steady = steady or clock or time.monotonic
+        self._offset_s, self._moved_s = self._clock() - self._steady(), -math.inf
+        """The time of day less the steady time, and when by the latter it was found moved last."""
         self.path = path
         self.drives: tuple[Drive, ...] = ()
-        self.boot_id, self._boot_s = _boot(clock()) if boot_id is None else (boot_id, clock())
+        self.boot_id, self._boot_s = _boot(self._clock()) if boot_id is None else (boot_id, self._clock())
         self._log = QuietLog(time.monotonic, logger)
         self._noted: list[tuple[int, int] | None] = []
         """What tells the directories of ``drives`` from any others, as they were opened."""
@@ -131,7 +143,6 @@ class Store:
         """When unowned homes were first seen whose last use is still to come."""
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
-        self._clock = clock
         self._opened_s = self.now_s()
         self._salt_key: bytes | None = None
 
@@ -143,7 +154,8 @@ class Store:
         *,
         need_all: bool = True,
         boot_id: str | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        steady: Callable[[], float] | None = None,
     ) -> Store:
         """Open a store, or make one with ``create``.
 
@@ -153,7 +165,7 @@ class Store:
         """
         path, *further = list_directories(directories)
         with paths.device_errors(f"opening the store {path}"):
-            store = cls(path, boot_id=boot_id, clock=clock)
+            store = cls(path, boot_id=boot_id, clock=clock, steady=steady)
             prepare_directory(path, create=create)
             record = read_store(path)
             if record is not None:
@@ -446,7 +458,7 @@ class Store:
                 if not self._is_tended(record):  # by another rank, meanwhile
                     record = record.with_together(stock.together(record.together))
                     write_record(home.path, replace(record, clean=False, last_use_s=self.now_s()))
-                    self._trim(stock, record.fingerprint, 0, self.now_s() - ORPHAN_SPARED_S)
+                    self._trim(stock, record.fingerprint, 0, stock.spared_since_s)
 
     def _is_tended(self, record: HomeRecord) -> bool:
         return not record.clean and abs(self.now_s() - record.last_use_s) < TENDED_S
@@ -560,7 +572,7 @@ class Store:
         try:
             with self._stock(LOCK_WAIT_S) as stock:
                 together, joint = stock.together(home.record.together), home.record.joint_cap
-                return self._trim(stock, home.fingerprint, 0, self.now_s() - ORPHAN_SPARED_S, joint)
+                return self._trim(stock, home.fingerprint, 0, stock.spared_since_s, joint)
         finally:  # after that: a drive without room for the note may have some now
             home.mark_used(together)
 
@@ -663,7 +675,7 @@ class Store:
             if _free_bytes(folder.path) >= needed_bytes:
                 break
             seen_s = max(home.last_use_s, self._opened_s)  # its owner may be starting after this one
-            if seen_s <= self.now_s() - ORPHAN_SPARED_S and self._is_on(home, drive):
+            if seen_s <= stock.spared_since_s and self._is_on(home, drive):
                 self._delete(stock, home)
         return _free_bytes(folder.path) >= needed_bytes
 
@@ -683,7 +695,8 @@ class Store:
             named = {name for home in homes if home.record for name in home.record.drives}
             loose = [path for name, path in list_folders(self.drives).items() if name not in named]
             known = all(home.record is not None for home in homes if home.live)  # they may be those of one that is not
-            yield Stock(homes, loose, sum(map(self._measure, loose)) if known else 0, self.now_s())
+            loose_bytes = sum(map(self._measure, loose)) if known else 0
+            yield Stock(homes, loose, loose_bytes, self.now_s(), self._clock_was_moved())
 
     def _take_stock_of(self, home_id: str, stack: ExitStack) -> Holding:
         try:
@@ -741,6 +754,17 @@ class Store:
 
     def _tell_of_damage(self, error: CorruptRecord) -> None:
         self._log.warn("HOME", f"{error}; its previous version, HOME.tmp, is used")
+
+    def _clock_was_moved(self) -> bool:
+        """Whether the time of day moved by itself since this process looked last, or a moment
+        before: a machine may start with a wrong clock, which is put right while its engines
+        start."""
+        steady_s = self._steady()
+        offset_s = self._clock() - steady_s
+        if abs(offset_s - self._offset_s) > AHEAD_S:
+            self._moved_s = steady_s
+        self._offset_s = offset_s
+        return steady_s - self._moved_s < ORPHAN_SPARED_S
 
     def is_of_another_machine(self, record: HomeRecord) -> bool:
         """Whether a home was used in another boot, after this machine had begun its own."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,14 +45,15 @@ class Engine:
         joint: JointCap | None = None,
         beside: Collection[str] = (),
     ) -> None:
-        self.now_s = now
-        self.store = store = Store.open(path, clock=lambda: self.now_s)
+        self.now_s, self.moved_s = now, 0
+        times: dict[str, Any] = {"clock": lambda: self.now_s, "steady": lambda: self.now_s - self.moved_s}
+        self.store = store = Store.open(path, **times)
         fingerprint = name.encode() * 32
         self.home = store.acquire_home(
             fingerprint, {"geometry": 1}, cap_bytes, index_bytes=index_bytes, joint=joint, except_ids=beside
         )
         self.files = HomeFiles(path, 0, 1)
-        own_clock = SimpleNamespace(open=partial(Store.open, clock=lambda: self.now_s))
+        own_clock = SimpleNamespace(open=partial(Store.open, **times))
         known = tuple(int(name) for name in os.listdir(self.home.segments_path))
         with mock.patch.object(files_module, "Store", own_clock):
             self.files.open_home(HomeSpec(self.home.id, fingerprint, known))
@@ -79,6 +81,11 @@ class Engine:
         """Do an owner's upkeep at a time; return whether all that is there fits."""
         self.now_s = now_s
         return self.store.keep(self.home)
+
+    def move_clock(self, seconds: int) -> None:
+        """Have somebody set this machine's clock."""
+        self.now_s += seconds
+        self.moved_s += seconds
 
     def leave(self) -> str:
         self.files.close()
@@ -190,6 +197,32 @@ def test_a_start_leaves_what_others_had_who_may_start_after_it(path):
         assert len(ids(path)) == 3 and allocated(path) <= 3 * CAP
     assert not left & ids(path)
     for engine in again:
+        engine.leave()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["upkeep first", "a segment first"])
+@pytest.mark.parametrize("wrong_s", [-(10**8), -3600, 3600, 10**8])
+def test_a_clock_that_is_put_right_while_engines_start_costs_none_of_them_its_store(path, wrong_s, late):
+    """The machine was down for a day, and starts with a wrong clock."""
+    right_s = 2 * 10**9
+    engines = [Engine(path, name, now=right_s - 86_400) for name in "aab"]
+    assert [engine.fill() for engine in engines] == [7, 7, 7]
+    left = {engine.leave() for engine in engines}
+    first = Engine(path, "b", now=right_s + wrong_s)
+    assert first.keep(first.now_s + 30)
+    first.move_clock(-wrong_s)
+    (again,) = ids(path) - left
+    for _ in range(3):
+        assert not late or not first.makes()
+        assert first.keep(first.now_s + 30)
+        assert len(ids(path)) == 3, "others may be starting"
+    others = [Engine(path, name, now=first.now_s) for name in "aa"]
+    assert ids(path) == {again, *(engine.home.id for engine in others)}
+    others.pop().leave()
+    assert all(engine.keep(first.now_s + 2 * ORPHAN_SPARED_S + 1) for engine in (*others, first))
+    assert all(engine.keep(first.now_s + 2 * ORPHAN_SPARED_S + 1) for engine in (*others, first))
+    assert len(ids(path)) == 2, "for no longer than others are waited for"
+    for engine in (*others, first):
         engine.leave()
 
 
