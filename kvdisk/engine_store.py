@@ -22,7 +22,7 @@ from kvdisk.device.control import JointCap
 from kvdisk.device.home import Home
 from kvdisk.device.listing import latest_like
 from kvdisk.device.mounts import is_on_root
-from kvdisk.device.store import Store
+from kvdisk.device.store import LEFT_TEXT, Store
 from kvdisk.device.uses import read_uses
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, StoreLocked
 from kvdisk.geometry import Geometry
@@ -203,8 +203,7 @@ def _give_up(store: Store, home: Home, error: Exception) -> None:
             home.close(clean=False)
             raise
         return
-    text = "kvdisk leaves engine store %s as it is until the next start, and uses the room beside it: %s"
-    logger.warning(text, home.id, error)
+    logger.warning(LEFT_TEXT, home.id, error)
     with suppress(DeviceError):
         home.close(clean=False)
 

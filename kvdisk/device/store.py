@@ -105,6 +105,7 @@ _LOOK_S = 0.05
 IN_USE_S = 300
 """How long after its last use a home that was not closed in order counts as in use, where no lock
 can say so. An owner notes its use every half minute."""
+LEFT_TEXT = "kvdisk leaves engine store %s as it is until the next start, and uses the room beside it: %s"
 JOINT_WAIT_S = 10.0
 """How long a start waits for the end of the owner before, whose processes may be ending, where a
 joint cap has no room for another home."""
@@ -222,9 +223,10 @@ class Store:
         complete, or that ``cap`` says must go for this one to fit; on a drive without room even for
         HOME others go too, one by one. ``cap_bytes``: over all ranks. ``index_bytes``: what the
         index may grow to. ``spread``: ranks may be on other hosts. ``except_ids``: homes that
-        cannot be opened now: they stay, and count, while the owner lives. ``joint``: what bounds
-        this home and others together. Where that has no room for another of this cap, and the same
-        member lives, this waits for its end, up to JOINT_WAIT_S. Raises StoreLocked, DeviceError.
+        cannot be opened now: they stay, and count, while the owner lives; so does one that cannot
+        be renamed, or its HOME written. ``joint``: what bounds this home and others together. Where
+        that has no room for another of this cap, and the same member lives, this waits for its end,
+        up to JOINT_WAIT_S. Raises StoreLocked, DeviceError.
         """
         assert len(fingerprint) == FINGERPRINT_BYTES
         assert cap_bytes > 0
@@ -237,35 +239,58 @@ class Store:
         with self._stock() as stock:
             left = [home for home in stock.homes if home.id in except_ids]
             stock.homes = [home for home in stock.homes if home not in left]
+            leaves = {home.record.lineage for home in left if home.record}.union(except_ids) - {""} if left else set()
             if left:
-                lineages = {home.record.lineage for home in left if home.record} - {""}
-                description[LEAVES] = sorted(lineages.union(except_ids))
+                description[LEAVES] = sorted(leaves)
             self._tell_of_other_machines(stock, fingerprint, description)
-            for home in stock.unowned:
-                if home.record is None:
-                    if os.path.lexists(self.home_path(home.id) / HOME_FILE):
-                        logger.warning("kvdisk deletes engine store %s, whose HOME and HOME.tmp are damaged", home.id)
-                    self._delete(stock, home)
+            self._delete_incomplete(stock)
             self._remove_loose(stock)
-            mine = self._choose(stock, fingerprint, description, joint, cap_bytes)
-            now_s, home_id = self.now_s(), uuid.uuid4().hex
-            old = mine.record if mine else None
-            record = HomeRecord(
+            new = HomeRecord(
                 format_version=FORMAT_VERSION,
                 fingerprint=fingerprint,
                 description=description,
-                boot_id=self._boot_of(old) if old else self.boot_id,
+                boot_id=self.boot_id,
                 clean=False,
                 cap_bytes=cap_bytes,
-                last_use_s=now_s,
-                created_s=old.created_s if old else now_s,
+                last_use_s=self.now_s(),
+                created_s=self.now_s(),
                 index_bytes=index_bytes,
-                index_sum=old.index_sum if old else "",
-                drives=with_all(self.drives, old.drives if old else ()),
-                lineage=((old.lineage if old else "") or home_id) if spread else "",
+                index_sum="",
+                drives=with_all(self.drives, ()),
             ).with_together(stock.together_at_start(cap_bytes, joint))
-            lock = self._own(stock, mine, home_id, record)
-            return self._held(home_id, record, lock, None if mine is None else mine.id)
+            while True:
+                mine, home_id = self._choose(stock, fingerprint, description, joint, cap_bytes), uuid.uuid4().hex
+                record = new if mine is None or mine.record is None else self._after(mine.record, new)
+                record = replace(record, lineage=(record.lineage or home_id) if spread else "")
+                try:
+                    lock = self._own(stock, mine, home_id, record)
+                    return self._held(home_id, record, lock, None if mine is None else mine.id)
+                except OSError as error:
+                    if mine is None or error.errno in OF_PROCESS:
+                        raise
+                    logger.warning(LEFT_TEXT, mine.id, error)
+                    stock.homes.remove(mine)
+                    leaves |= {mine.id, home_id, record.lineage} - {""}  # it may have that id by now
+                    new = replace(new, description={**new.description, LEAVES: sorted(leaves)})
+
+    def _after(self, old: HomeRecord, new: HomeRecord) -> HomeRecord:
+        """Return what HOME says of a home that said ``old``, and that an owner takes over for whom
+        a new one would say ``new``."""
+        return replace(
+            new,
+            boot_id=self._boot_of(old),
+            created_s=old.created_s,
+            index_sum=old.index_sum,
+            drives=with_all(self.drives, old.drives),
+            lineage=old.lineage,
+        )
+
+    def _delete_incomplete(self, stock: Stock) -> None:
+        for home in stock.unowned:
+            if home.record is None:
+                if os.path.lexists(self.home_path(home.id) / HOME_FILE):
+                    logger.warning("kvdisk deletes engine store %s, whose HOME and HOME.tmp are damaged", home.id)
+                self._delete(stock, home)
 
     def _await_end(self, fingerprint: bytes, description: dict[str, Any], joint: JointCap, needed_bytes: int) -> None:
         """Wait for the end of an owner whose home this one could take over, where there is no room
@@ -285,18 +310,18 @@ class Store:
     def _own(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> HomeLock:
         """Give a home, or a new one, this id and record; return its lock. Others go where there is
         no room. Raises OSError."""
-        self._make_room(stock, mine, record)
-        if mine is not None:
-            self.home_path(mine.id).rename(self.home_path(home_id))
-        others = iter(stock.unowned_to_delete(record.fingerprint))
-        make = self._make_home if mine is None else partial(self._take_over, mine.lock)
+        others = iter([home for home in stock.unowned_to_delete(record.fingerprint) if home is not mine])
+        make = self._make_home if mine is None else partial(self._take_over, mine)
         while True:
             try:
-                return make(home_id, record)
+                lock = make(home_id, record)
+                break
             except OSError as error:
                 if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
                     raise
                 self._delete(stock, spare)
+        self._make_room(stock, mine, home_id, record)  # not before: for a home that cannot be had none goes
+        return lock
 
     def _tell_of_other_machines(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> None:
         for home in stock.homes:
@@ -322,13 +347,13 @@ class Store:
             fit = [found for found in fit if found[1] <= cap_bytes]
         return max(fit, key=lambda found: found[1:3])[3] if fit else None
 
-    def _make_room(self, stock: Stock, mine: Holding | None, record: HomeRecord) -> None:
-        """Delete unowned homes until all fits once this home is owned; it counts with its cap at
-        most."""
+    def _make_room(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> None:
+        """Delete unowned homes until all fits beside this home, which is owned now; it counts with
+        its cap at most."""
         charged = record.index_bytes
         if mine is not None:
             stock.homes.remove(mine)
-            index_bytes = paths.allocated_bytes(self.home_path(mine.id) / INDEX)
+            index_bytes = self._measure(self.home_path(home_id) / INDEX)
             charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
         stock.homes.append(
             Holding("", record, record.last_use_s, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1))
@@ -830,11 +855,14 @@ class Store:
             now_s=self.now_s,
         )
 
-    def _take_over(self, held: HomeLock, home_id: str, record: HomeRecord) -> HomeLock:
-        """Own the home that now has this id; return its lock. Raises OSError."""
+    def _take_over(self, mine: Holding, home_id: str, record: HomeRecord) -> HomeLock:
+        """Own a home, which gets this id; return its lock. Raises OSError; it may have the id then,
+        and this may be tried again."""
+        if not os.path.lexists(self.home_path(home_id)):
+            self.home_path(mine.id).rename(self.home_path(home_id))
         write_record(self.home_path(home_id), record)
         make_folders(self.folders(home_id, record))
-        return held.keep()
+        return mine.lock.keep()
 
     def _make_home(self, home_id: str, record: HomeRecord) -> HomeLock:
         """Make a home and own it; return its lock. Raises OSError, leaving nothing."""

@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvdisk.device import paths
+from kvdisk.device import store as store_module
 from kvdisk.device.control import write_record
 from kvdisk.device.listing import list_homes
 from kvdisk.device.store import Store
@@ -143,6 +144,68 @@ def test_the_fullest_home_that_fits_is_taken_over(store, clock):
     assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
     assert ids(store) == {home.id, held[0].id, held[2].id, *others}
     home.close(clean=True)
+
+
+class Refusing:
+    """Lets a home not be renamed, as overlayfs where it came with the image; or its HOME not be
+    written."""
+
+    def __init__(self, monkeypatch, call: str, number: int) -> None:
+        self.refused: set[str] = set()
+        self._error = OSError(number, os.strerror(number))
+        real_rename, real_exchange = Path.rename, paths._exchange
+
+        def rename(path, target):
+            if call == "rename" and path.name in self.refused:
+                raise self._error
+            if path.name in self.refused:
+                self.refused.add(Path(target).name)
+            return real_rename(path, target)
+
+        def exchange(one, other):
+            if call == "HOME" and other.parent.name in self.refused:
+                raise self._error
+            return real_exchange(one, other)
+
+        monkeypatch.setattr(Path, "rename", rename)
+        monkeypatch.setattr(paths, "_exchange", exchange)
+
+
+@pytest.mark.parametrize(("call", "number"), [("rename", errno.EXDEV), ("HOME", errno.EIO)])
+def test_a_home_that_cannot_be_taken_over_stays_and_the_next_one_is(store, clock, monkeypatch, caplog, call, number):
+    held = [acquire(store) for _ in range(2)]
+    for home, size in zip(held, (5 * MIB, 3 * MIB), strict=True):
+        put(home, size)
+        home.close(clean=True)
+    refusing = Refusing(monkeypatch, call, number)
+    refusing.refused = {held[0].id}
+    home = acquire(store)
+    assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 3 * MIB
+    assert "leaves engine store" in caplog.text and len(ids(store)) == 2
+    (left,) = ids(store) - {home.id}
+    clock.return_value += 10**6
+    store.keep(home)
+    assert left in home.record.leaves and left in ids(store)
+    home.close(clean=True)
+    refusing.refused |= {home.id}
+    fresh = acquire(store)
+    assert fresh.fresh and len(ids(store)) == 3
+    assert ids(store) - {fresh.id} <= fresh.record.leaves
+    refusing.refused.clear()
+    again = acquire(store)
+    assert (again.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
+    for home in (fresh, again):
+        home.close(clean=True)
+
+
+def test_a_store_whose_home_cannot_be_made_deletes_none_for_it(store, monkeypatch):
+    for fingerprint in (OTHER, MINE):
+        leave(store, 40 * MIB, fingerprint)
+    before = ids(store)
+    monkeypatch.setattr(store_module, "write_record", Mock(side_effect=OSError(errno.EIO, "no")))
+    with pytest.raises(DeviceError, match="errno 5"):
+        store.acquire_home(b"\x01" * 32, GEOMETRY, CAP)
+    assert ids(store) == before
 
 
 # -- the index ---------------------------------------------------------------------------------
