@@ -396,21 +396,56 @@ def is_store(path: Path) -> bool:
     return os.path.lexists(path / STORE_FILE) and os.path.lexists(path / LOCK_FILE)
 
 
-def read_store(path: Path) -> StoreRecord | None:
-    """Read STORE of a directory; None where the directory is empty, or was left half made.
+def read_store(path: Path, first: Path | None = None) -> StoreRecord | None:
+    """Read STORE of a directory; None where the directory is empty, or was left half made. Where
+    STORE is gone or damaged, return what it must have said by the HOMEs in ``first``, the store's
+    first directory (None: this is it).
 
     Raises ConfigError where it is a store of another format or holds other files, CorruptRecord,
     OSError.
     """
     try:
-        fields = paths.read_control(path / STORE_FILE)
+        return _read_store(path)
     except FileNotFoundError:
         others = sorted(set(os.listdir(path)) - _BEFORE_STORE) or home_ids(path)
         if others and os.path.lexists(path / STORE_FILE):
-            return read_store(path)  # another process made it meanwhile
+            return read_store(path, first)  # another process made it meanwhile
+        if others and (said := _said_by_homes(path, first)) is not None:
+            return said
         if others:
             raise ConfigError(f"store_dirs: {path} is not a kvdisk store and holds other files ({others[0]})") from None
         return None
+    except CorruptRecord:
+        if (said := _said_by_homes(path, first)) is not None:
+            return said
+        raise
+
+
+def has_sound_store(path: Path) -> bool:
+    """Return whether STORE of a directory is there and decodes. Raises ConfigError where it is of
+    another format, OSError."""
+    with suppress(CorruptRecord, FileNotFoundError):
+        return bool(_read_store(path))
+    return False
+
+
+def _said_by_homes(path: Path, first: Path | None) -> StoreRecord | None:
+    """Return what the HOMEs of a store say of one of its directories; None where they say nothing,
+    or not the same. Raises OSError."""
+    found: set[StoreRecord] = set()
+    for home_id in home_ids(first or path):
+        with suppress(CorruptRecord, OSError):
+            mine, *others = read_record((first or path) / HOMES / home_id).drives
+            if first is None:
+                found.add(StoreRecord(mine.store_id, None))
+            else:
+                there = (name for name in others if os.path.lexists(path / HOMES / name.folder))
+                found.update(StoreRecord(name.store_id, mine.store_id) for name in there)
+    return found.pop() if len(found) == 1 else None
+
+
+def _read_store(path: Path) -> StoreRecord:
+    fields = paths.read_control(path / STORE_FILE)
     version, store_id, part_of = (fields.get(name) for name in ("format_version", "store_id", "part_of"))
     if not isinstance(version, int):
         raise CorruptRecord(f"{path / STORE_FILE} names no format version")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import uuid
 from array import array
@@ -27,6 +28,7 @@ from kvdisk.device.control import (
     HomeRecord,
     StoreRecord,
     check_directory,
+    has_sound_store,
     home_ids,
     read_record,
     read_store,
@@ -37,6 +39,8 @@ from kvdisk.device.mounts import check_mount, is_on_root
 from kvdisk.device.segment import DriveFolder
 from kvdisk.errors import ConfigError, CorruptRecord, DeviceError, KvdiskError
 from kvdisk.geometry import FORMAT_VERSION
+
+logger = logging.getLogger("kvdisk")
 
 _GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
 """FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_NOCOW_FL of ``linux/fs.h``, for 64 bits."""
@@ -66,6 +70,14 @@ def make_store(path: Path, now_s: int, part_of: str | None) -> str:
     store_id = uuid.uuid4().hex
     write_store(path, store_id, now_s, part_of)
     return store_id
+
+
+def mend_store(path: Path, record: StoreRecord, now_s: int) -> None:
+    """Write STORE of a directory anew unless it is sound. Raises OSError. The caller holds the
+    store lock."""
+    if not has_sound_store(path):
+        write_store(path, record.store_id, now_s, record.part_of)
+        logger.warning("kvdisk wrote %s anew, which was gone or damaged, by what is in the store.", path / STORE_FILE)
 
 
 def write_store(path: Path, store_id: str, now_s: int, part_of: str | None) -> None:
@@ -122,7 +134,7 @@ def check_directories(directories: Directories) -> None:
                 continue
             check_directory(path)
             _check_not_readonly(path)
-            record = read_store(path)
+            record = read_store(path, None if path == listed[0] else listed[0])
             if record is not None and path == listed[0]:
                 check_is_first(path, first := record)
             elif record is not None:
@@ -203,13 +215,15 @@ def open_further(
 def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
     with paths.device_errors(f"opening {path}"):
         prepare_directory(path, create=create)
-        record = read_store(path)
+        record = read_store(path, first.path)
         if record is None:
             if not create:
                 raise ConfigError(f"store_dirs: {path} is not a kvdisk store")
             paths.keep_others_out(path)
             return make_store(path, now_s, first.store_id)
-    _check_is_part(path, record, first.store_id, first.path)
+        _check_is_part(path, record, first.store_id, first.path)
+        if create:
+            mend_store(path, record, now_s)
     return record.store_id
 
 

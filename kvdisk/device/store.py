@@ -51,6 +51,7 @@ from kvdisk.device.control import (
     HomeRecord,
     JointCap,
     StoreRecord,
+    has_sound_store,
     home_ids,
     is_home_id,
     opened,
@@ -69,6 +70,7 @@ from kvdisk.device.drives import (
     list_folders,
     make_folders,
     make_store,
+    mend_store,
     open_further,
     prepare_directory,
     remove_folder,
@@ -171,7 +173,8 @@ class Store:
             record = read_store(path)
             if record is not None:
                 check_is_first(path, record)
-            if record is None or not os.path.lexists(path / LOCK_FILE):
+            is_whole = os.path.lexists(path / LOCK_FILE) and (has_sound_store(path) or not create)
+            if record is None or not is_whole:
                 if not create:
                     lacks = "" if record is None else f": it has no file named {LOCK_FILE}, as after a copy without it"
                     raise ConfigError(f"store_dirs: {path} is not a {'whole ' if lacks else ''}kvdisk store{lacks}")
@@ -745,8 +748,9 @@ class Store:
         if not live and not lock.is_held:
             # HOME is made last and removed first: with it the lock file was there, and was removed
             # by who removes old files. Without it, nobody can own what was never finished.
-            with suppress(FileExistsError, FileNotFoundError):
+            with suppress(FileNotFoundError):
                 if record is not None:
+                    paths.remove_anything(path, LOCK_FILE)  # it is no file
                     lock.make_file(path)
             record = record if lock.is_held else None
         allocated = charged = self.measure(home_id, record)
@@ -886,7 +890,9 @@ class Store:
         with suppress(FileExistsError):
             os.close(paths.create_file(self.path / LOCK_FILE))
         with self.locked():
-            return read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
+            record = read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
+            mend_store(self.path, record, self.now_s())
+            return record
 
 
 def _free_bytes(path: Path) -> int:

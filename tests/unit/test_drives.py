@@ -88,9 +88,9 @@ def test_what_may_not_be_a_directory_of_a_store(dirs, tmp_path):
     dirs[2].mkdir(mode=0o700)
     with pytest.raises(ConfigError, match="is not a kvdisk store"):
         Store.open(dirs, create=False)
-    (dirs[1] / "STORE").write_text("{")
+    (tmp_path / "own" / "STORE").write_text("{")
     with pytest.raises(CorruptRecord):
-        Store.open(dirs[:2])
+        Store.open(tmp_path / "own")
 
 
 def test_a_takeover_renames_in_the_first_directory_only_and_adds_new_drives(dirs):

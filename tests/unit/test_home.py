@@ -325,7 +325,6 @@ def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):
     "damage",
     [
         lambda path: (path / "HOME").unlink(),
-        lambda path: ((path / "lock").unlink(), (path / "lock").mkdir()),
         lambda path: ((path / "HOME").unlink(), (path / "HOME.tmp").unlink(), os.mkfifo(path / "HOME")),
     ],
 )

@@ -5,6 +5,7 @@ start."""
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import random
@@ -39,6 +40,8 @@ from kvdisk import recovery
 from kvdisk.blocks import BlockKey, Slot
 from kvdisk.device import home as homes
 from kvdisk.device import paths, rebuild
+from kvdisk.device.drives import check_directories
+from kvdisk.device.listing import list_homes
 from kvdisk.device.segment import scan_file
 from kvdisk.errors import CorruptRecord, DeviceError
 from kvdisk.geometry import slot_offset
@@ -378,6 +381,47 @@ def test_slots_that_cannot_be_read_for_a_moment_are_found_by_a_rebuild(path, mon
 
     monkeypatch.setattr(os, "preadv", failing)
     assert served(path) == expected
+
+
+@pytest.mark.parametrize("drive", [0, 1])
+@pytest.mark.parametrize("text", [None, "", '{"format_version": 1, "store_id": "x"}'], ids=["gone", "empty", "no id"])
+def test_a_store_file_that_is_gone_or_damaged_costs_no_block(tmp_path, caplog, drive, text):
+    dirs = [tmp_path / "a", tmp_path / "b"]
+    expected = make_store(dirs, 4, drives=2)
+    file = dirs[drive] / "STORE"
+    before = json.loads(file.read_text())
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    check_directories(dirs)
+    assert len(list_homes(dirs)) == 1 and not (file.exists() and file.read_text() != text)
+    assert served(dirs) == expected
+    assert f"wrote {file} anew" in caplog.text
+    caplog.clear()
+    after = json.loads(file.read_text())
+    assert {**after, "created_s": 0} == {**before, "created_s": 0}
+    assert served(dirs) == expected and "anew" not in caplog.text
+
+
+def test_a_store_whose_homes_do_not_agree_which_it_is_is_refused(tmp_path):
+    for name in "ab":
+        make_store(tmp_path / name)
+    other = home_path(tmp_path / "b")
+    shutil.copytree(other, tmp_path / "a" / "homes" / other.name)
+    (tmp_path / "a" / "STORE").write_text("")
+    with pytest.raises(CorruptRecord, match="STORE does not decode"):
+        start(tmp_path / "a")
+    assert len(os.listdir(tmp_path / "a" / "homes")) == 2
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("elsewhere")], ids=["directory", "symlink"])
+def test_what_is_no_file_in_the_place_of_a_homes_lock_costs_no_block(path, make):
+    expected = make_store(path)
+    lock = home_path(path) / "lock"
+    lock.unlink()
+    make(lock)
+    assert served(path) == expected
+    assert (home_path(path) / "lock").read_bytes() == b""
 
 
 # -- cut to the cap ----------------------------------------------------------------------------
