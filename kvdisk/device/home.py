@@ -190,7 +190,8 @@ class Home(_HeldHome):
         with self._ending:
             if self._lock.is_held:
                 described = {**self.record.description, **description}
-                self._write(replace(self.record, fingerprint=fingerprint, description=described))
+                for _ in range(1 if fingerprint == self.fingerprint else 2):  # HOME.tmp shall say it, too
+                    self._write(replace(self.record, fingerprint=fingerprint, description=described))
                 self.fingerprint = fingerprint
 
     # -- the index -----------------------------------------------------------------------------

@@ -354,6 +354,17 @@ def test_what_home_said_before_is_used_where_one_bit_of_it_is_wrong(store, bit, 
     home.close(clean=True)
 
 
+def test_what_home_said_before_names_the_fingerprint_that_was_found_late(store):
+    home = acquire(store, OTHER)
+    home.mark_used()
+    home.name(MINE, {})
+    home.release()
+    (home.path / "HOME").write_text("{")
+    after = acquire(store)
+    assert not after.fresh and ids(store) == {after.id}
+    after.close(clean=True)
+
+
 def test_a_home_both_of_whose_records_are_damaged_goes_with_a_line(store, caplog):
     left = leave(store)
     for name in ("HOME", "HOME.tmp"):
