@@ -313,18 +313,30 @@ class Store:
     def _own(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> HomeLock:
         """Give a home, or a new one, this id and record; return its lock. Others go where there is
         no room. Raises OSError."""
-        others = iter([home for home in stock.unowned_to_delete(record.fingerprint) if home is not mine])
+        others = [home for home in stock.unowned_to_delete(record.fingerprint) if home is not mine]
         make = self._make_home if mine is None else partial(self._take_over, mine)
         while True:
             try:
                 lock = make(home_id, record)
                 break
             except OSError as error:
-                if error.errno not in paths.NO_ROOM or (spare := next(others, None)) is None:
+                if error.errno not in paths.NO_ROOM:
                     raise
+                drive = os.stat(self._drive_named_by(error)).st_dev
+                spare = next((home for home in others if self._is_on(home, drive)), None)
+                if spare is None:
+                    raise
+                others.remove(spare)
                 self._delete(stock, spare)
         self._make_room(stock, mine, home_id, record)  # not before: for a home that cannot be had none goes
         return lock
+
+    def _drive_named_by(self, error: OSError) -> Path:
+        """Return the directory of the store on whose drive a call for a home failed. A call that
+        names no path writes to HOME, which is on the first."""
+        named = error.filename
+        inner = Path(named) if isinstance(named, str | os.PathLike) else self.path
+        return next((drive.path for drive in self.drives if inner.is_relative_to(drive.path)), self.path)
 
     def _tell_of_other_machines(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> None:
         for home in stock.homes:

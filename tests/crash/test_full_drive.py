@@ -22,7 +22,7 @@ from support.live_audit import audit
 from support.live_engine import LiveEngine
 from support.live_load import LiveLoad, LoadShape
 from support.live_model import LiveModel
-from support.small_drive import fill, run_in_mounts_of_its_own, run_on_a_drive
+from support.small_drive import fill, run_in_mounts_of_its_own, run_on_a_drive, tmpfs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
@@ -86,6 +86,26 @@ def start_without_anything_to_delete(drive: Path) -> None:
     parts.close()
     ballast.unlink()
     stores.start(drive / "store").close()
+
+
+def a_further_drive_is_full(drive: Path) -> None:
+    """Of what is not ours: what lies on the first drive makes no room there, and stays."""
+    further = drive / "further"
+    further.mkdir()
+    with tmpfs(further, "nr_inodes=100"):
+        dirs, kept = [drive / "store", further / "store"], set()
+        for name, some in ((b"a", dirs[:1]), (b"b", dirs), (b"c", dirs[:1])):
+            home = Store.open(some).acquire_home(name * 32, {"geometry": 1}, MIB)
+            home.close(clean=True)
+            kept |= {home.id} if len(some) == 1 else set()
+        for number in range(os.statvfs(further).f_ffree):
+            (further / str(number)).mkdir()
+        home = Store.open(dirs).acquire_home(b"m" * 32, {"geometry": 1}, MIB)
+        assert set(home_ids(dirs[0])) == {*kept, home.id}, "what had something there has gone for it"
+        with pytest.raises(DeviceError, match=f"errno {errno.ENOSPC}"):
+            Store.open(dirs).acquire_home(b"n" * 32, {"geometry": 1}, MIB)
+        assert set(home_ids(dirs[0])) == {*kept, home.id}
+        home.close(clean=True)
 
 
 def smaller_cap(drive: Path) -> None:
@@ -197,6 +217,7 @@ SCENARIOS: tuple[Callable[[Path], None], ...] = (
     start_over,
     start_of_another_model,
     start_without_anything_to_delete,
+    a_further_drive_is_full,
     smaller_cap,
     prune_a_part,
     clear_a_live_store,

@@ -57,10 +57,11 @@ def run_on_a_drive(scenario: Callable[[Path], None], drive_bytes: int) -> None:
 
 
 @contextmanager
-def tmpfs(place: Path) -> Iterator[None]:
+def tmpfs(place: Path, options: str = "mode=1777") -> Iterator[None]:
     """Mount a file system of memory in a directory, whose inodes are those of any other; skip the
     test where this user cannot."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "x", place], capture_output=True, text=True, check=False)  # noqa: S607
+    command = ["mount", "-t", "tmpfs", "-o", options, "x", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted: {done.stderr.strip()}")
     try:
