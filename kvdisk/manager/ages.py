@@ -23,7 +23,8 @@ LOOK_S = 10
 """How often old copies are looked for: a million blocks take a millisecond or two. They are not
 served meanwhile."""
 SETTLE_S = 60
-"""How long no copy ends after the clock was moved: it may be put right again."""
+"""How long no copy ends after the start, or after the clock was moved: a wrong one may be put
+right."""
 
 
 class Ages:
@@ -83,7 +84,7 @@ class Ages:
         """Have nothing end for a while, and say so, where the time of day has moved by itself."""
         offset = self._state.now_s - now
         if self._clock_offset is None:
-            self._began, self._clock_offset = now, offset
+            self._began, self._clock_offset, self._look_at = now, offset, now + SETTLE_S
         self._now, moved_s, self._clock_offset = now, round(offset - self._clock_offset), offset
         if abs(moved_s) > AHEAD_S:
             self._work.cancel(self)

@@ -109,6 +109,7 @@ def test_the_drive_forgets_them_in_pieces_and_an_idle_engine_goes_on_until_it_ha
     bench.serve(PROMPT)
     bench.serve("eeffgghhx")
     bench.restart()
+    bench.step()
     bench.advance(AGE_S + 1)
     left = []
     for _ in range(3):
@@ -222,6 +223,19 @@ def test_a_store_of_a_host_whose_clock_was_ahead_ends_once_it_must_be_old_enough
     bench.advance(20)
     bench.idle()
     assert not records(bench)
+
+
+def test_a_start_with_a_clock_that_is_put_right_then_takes_nothing_with_it():
+    bench = bench_of(cpu=0)
+    bench.serve(PROMPT)
+    bench.restart()
+    bench.engine.clock_ahead_s = DAY_S
+    for _ in range(20):
+        bench.step(seconds=1.0)
+        assert bench.catalog.presences(keys_of(PROMPT)) == bytes(BLOCKS), "none is served"
+    bench.engine.clock_ahead_s = 0
+    bench.step()
+    assert loaded(bench) == BLOCKS
 
 
 def test_a_small_correction_of_the_clock_is_no_news(caplog):
