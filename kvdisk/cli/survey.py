@@ -42,10 +42,11 @@ from kvdisk.cli.output import engine_store, plural
 from kvdisk.cli.prefixes import PrefixTree, find_prefixes
 from kvdisk.device import paths
 from kvdisk.device.cap import bytes_allowed
-from kvdisk.device.control import STORE_FILE, JointCap
+from kvdisk.device.control import STORE_FILE, JointCap, has_sound_store, read_store
 from kvdisk.device.drives import Directories, list_directories
 from kvdisk.device.segment import SegmentFileSummary, open_segment, read_segment_header, scan_folders
-from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError
+from kvdisk.geometry import FORMAT_VERSION
 from kvdisk.index.base import SegmentRecord
 from kvdisk.messages import SegmentSpec
 
@@ -275,14 +276,14 @@ def survey_store(
     groups = by_namespace(read)
     most = prefixes if prefixes_in_all is None else min(prefixes, prefixes_in_all // max(1, len(groups)))
     with paths.device_errors(f"reading {path / STORE_FILE}"):
-        said = paths.read_control(path / STORE_FILE)
-    store = _store_file(path, said)
-    problems = tuple(f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems)
+        store = _store_file(path)
+        problems = [] if has_sound_store(path) else ["STORE is gone or damaged: the next start writes it anew"]
+    problems += [f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems]
     columns, now_s = [home.blocks for home in read if home.blocks is not None], int(time.time())
     return Survey(
         surveyed_s=now_s,
         ok=not problems,
-        problems=problems,
+        problems=tuple(problems),
         store=store,
         totals=_totals(homes),
         drives=_drives(store, homes, read),
@@ -293,11 +294,14 @@ def survey_store(
     )
 
 
-def _store_file(path: Path, said: Mapping[str, Any]) -> StoreFile:
-    """Return what STORE says. A field that no engine reads may hold anything."""
-    created_s = said.get("created_s")
+def _store_file(path: Path) -> StoreFile:
+    """Return what STORE says, or must have said. A field that no engine reads may hold anything.
+    Raises as ``read_store``."""
+    record, created_s = read_store(path), None
+    with suppress(CorruptRecord, FileNotFoundError):
+        created_s = paths.read_control(path / STORE_FILE).get("created_s")
     is_time = isinstance(created_s, int) and created_s >= 0
-    return StoreFile(path, said.get("store_id"), said["format_version"], created_s if is_time else None)
+    return StoreFile(path, record.store_id if record else None, FORMAT_VERSION, created_s if is_time else None)
 
 
 # -- engine stores -----------------------------------------------------------------------------

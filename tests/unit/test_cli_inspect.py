@@ -267,6 +267,19 @@ def test_what_is_wrong_is_one_homes_problem(path: Path, case: str) -> None:
     assert f"damaged: {'run kvdisk repair' if is_for_repair else 'see the problems'}" in shown.stdout
 
 
+def test_a_store_file_that_is_damaged_or_gone_is_a_problem_that_the_next_start_mends(path: Path) -> None:
+    leave_home(path, HYBRID, 1, last_use_s=2000)
+    whole = survey_store(path)
+    for damage in (lambda: (path / "STORE").write_text("{"), (path / "STORE").unlink):
+        damage()
+        found = survey_store(path)
+        (problem,) = found.problems
+        assert "STORE is gone or damaged" in problem and not found.ok
+        assert (found.store.store_id, found.totals) == (whole.store.store_id, whole.totals)
+    Store.open(path)
+    assert survey_store(path).ok
+
+
 def test_records_that_no_segment_has(path: Path) -> None:
     home = Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
     index = fill_home(home, PLAIN, 1)
