@@ -33,6 +33,9 @@ settings.load_profile("kvdisk")
 # A shell lets what runs in the background ignore SIGINT, and so would each process of a test.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Threads of torch's that wait for each other take from the two cores that other workers need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 gc.disable()  # while tests are collected: most of what is made then stays
 
 
@@ -42,6 +45,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.unfreeze = lambda: None  # vLLM's cleanup and the replay call it, and each collection took half a second
 
 
 @pytest.fixture(scope="session")
