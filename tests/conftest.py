@@ -44,6 +44,7 @@ def pytest_collection_finish() -> None:
     """From here on no collection walks what has been imported."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a tenth of the simulation was collections that found nothing
     gc.enable()
     gc.unfreeze = lambda: None  # vLLM's cleanup and the replay call it, and each collection took half a second
 
