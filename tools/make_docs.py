@@ -196,9 +196,9 @@ reads them where an engine's configuration is built.
 
 @cache
 def commands() -> list[tuple[str, Any]]:
-    """Return each command with its name, in the order in which they are registered."""
+    """Return each command with its name, in the order of the help."""
     group: Any = typer.main.get_command(app)
-    return list(group.commands.items())
+    return [(name, group.get_command(None, name)) for name in group.list_commands(None)]
 
 
 def command_line() -> str:

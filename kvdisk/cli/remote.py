@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvdisk.blocks import BlockKey
-from kvdisk.cli.check import read_settings
 from kvdisk.cli.output import (
     ID_LETTERS,
     ago,
@@ -45,7 +44,6 @@ from kvdisk.remote.base import ANSWERS, ObjectOp, Objects, RemoteObject, Result,
 from kvdisk.remote.client import SEAL_BYTES, open_listed, open_remote
 from kvdisk.remote.coding import CODEC_TYPES, codec_of
 from kvdisk.remote.obstore_bucket import PAGE_OBJECTS, Listed, ObstoreBucket, why_failed
-from kvdisk.tier_settings import check_either
 
 FromRemote = Annotated[
     str | None,
@@ -155,6 +153,10 @@ def remote_config(named: str | None, directories: Sequence[Path] | None = None) 
     if named is None or directories:
         raise ConfigError("name the directories of a store, or with --remote a remote store")
     is_address = "://" in named
+    # They import all that an engine is made of, which takes longer than most commands.
+    from kvdisk.cli.check import read_settings
+    from kvdisk.tier_settings import check_either
+
     config = check_either({"remote": named} if is_address else read_settings(Path(named)))
     if config.remote is None:
         raise ConfigError(f"{named} names no remote store")

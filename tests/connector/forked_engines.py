@@ -75,6 +75,7 @@ def serve() -> None:
     gc.disable()
     importlib.import_module("vllm.entrypoints.llm")
     gc.freeze()  # a start collects garbage a dozen times, and what has been imported is none
+    gc.unfreeze = lambda: None  # as an engine's end does, only to collect once more
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         message, fds, *_ = socket.recv_fds(requests, 1 << 20, 4)

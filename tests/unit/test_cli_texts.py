@@ -13,17 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import make_docs
 import pytest
-import typer
 from cli_stores import HYBRID, json_of, leave_home, run, run_here
 from test_cli_top import Engines, figures
 
 from kvdisk.cli import bench, check, top, verify
-from kvdisk.cli.main import app
 from kvdisk.cli.output import speed
 from kvdisk.device.telemetry_file import write_telemetry
 
-COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = dict(make_docs.commands())
 NEEDED = {
     "web": ["{missing}", "--token-file", "{missing}"],
     "check": ["{config}"],

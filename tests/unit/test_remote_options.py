@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import certifi
 import obstore
 import pytest
 
@@ -35,6 +36,16 @@ def test_all_settings_of_the_client_are_known():
     assert len(CLIENT) > 15 and all(len(names_of(*of)) > 5 for of in STORES.values())
 
 
+@pytest.fixture
+def one_root(tmp_path, monkeypatch):
+    """One root certificate for all that there are: each client reads them."""
+    one, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    (tmp_path / "root.pem").write_text(one + end)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "root.pem"))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("one_root")
 @pytest.mark.parametrize("scheme", STORES)
 def test_each_setting_is_taken_or_refused_by_name(scheme, capfd):
     url, prefix = f"{scheme}://bucket/kv", PREFIXES[scheme]
