@@ -35,7 +35,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -58,6 +58,10 @@ _MEDIA_SETTINGS = (
 )
 """Settings of an engine that decide what an image, a sound or a video is to the model. vLLM: in the
 hashes of blocks are only what is in the image, and what its request says of it."""
+
+_TUNING, _MOST_UNTUNED = "attn_temperature_tuning", 32_768
+"""Of Llama 4. vLLM: it is on for contexts that are longer, unless a setting of generation says
+otherwise."""
 
 
 def fingerprint_of(
@@ -110,9 +114,7 @@ def fingerprint_of(
         "hash_chain": hash_chain(algorithm),
         "platform": platform_facts(vllm_config),
     } | ({"units": list(units)} if any(count > 1 for count in units) else {})
-    if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
-        # These rotary embeddings depend on the longest context the server was started for.
-        facts["max_model_len"] = model.max_model_len
+    facts |= _facts_of_longest(model, final_config)
     facts |= _model_facts(vllm_config, is_vouched=name is not None) | settings_that_compute(vllm_config)
     if model.architecture not in (final_config.get("architectures") or ()):
         facts["architecture"] = model.architecture  # of another implementation than the model's own
@@ -130,6 +132,22 @@ def fingerprint_of(
         "facts": _named_facts(facts),
     }
     return hashlib.sha256(text.encode()).digest(), description
+
+
+def _facts_of_longest(model: ModelConfig, final_config: dict[str, Any]) -> dict[str, Any]:
+    """Return what depends on the longest context that the model was built for, where something
+    does."""
+    # vLLM: where it is to choose the length (-1), it builds the model for what the configuration
+    # allows, and then sets what the memory has room for.
+    longest = None if model.original_max_model_len == -1 else model.max_model_len
+    facts: dict[str, Any] = {}
+    if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
+        facts["max_model_len"] = longest  # of rotary embeddings
+    if hasattr(model.hf_text_config, _TUNING):
+        # vLLM: the workers of Llama 4 go by this, and not by the model's configuration.
+        asked = model.try_get_generation_config() | model.override_generation_config
+        facts["tuning"] = asked.get(_TUNING, None if longest is None else longest > _MOST_UNTUNED)
+    return facts
 
 
 def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]:

@@ -793,6 +793,55 @@ def test_groups_are_described_by_what_is_not_as_it_is_by_default():
     }
 
 
+def test_which_of_a_groups_layers_are_quantised_is_in_the_fingerprint(folder):
+    """As with ``kv_cache_dtype_skip_layers``."""
+    quantised = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    found = set()
+    for specs in ((FULL, quantised), (quantised, FULL)):
+        layers = {f"layer.{at}": spec for at, spec in enumerate(specs)}
+        group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=layers))
+        found.add(fingerprint_of(vllm_config(folder), replace(PLAIN, kv_cache_groups=[group]))[0])
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic", "default"])
+def test_the_longest_context_counts_where_rotary_embeddings_depend_on_it(rope, folder):
+    """That for which the model is built. vLLM sets a length that it chooses itself after that."""
+
+    def of(length: int, asked: int | None = None) -> bytes:
+        changes = {
+            "model_config.hf_config.rope_parameters": {"rope_type": rope},
+            "model_config.max_model_len": length,
+            "model_config.original_max_model_len": asked,
+        }
+        return _fingerprint(folder, changes)
+
+    depends = rope != "default"
+    assert of(512, -1) == of(1024, -1)
+    assert (of(512) != of(1024)) == (of(512) != of(512, -1)) == depends
+
+
+def test_what_tunes_the_attention_of_llama_4_is_in_the_fingerprint(folder):
+    """vLLM sets it in the workers, which may be other processes than the scheduler's."""
+
+    def of(length: int = 512, asked: int | None = None, **generation: Any) -> bytes:
+        changes = {
+            "model_config.hf_text_config.attn_temperature_tuning": True,
+            "model_config.max_model_len": length,
+            "model_config.original_max_model_len": asked,
+            "model_config.override_generation_config": generation,
+        }
+        return _fingerprint(folder, changes)
+
+    tuned = of(attn_temperature_tuning=True)
+    assert of(32_768) == of() == of(40_000, attn_temperature_tuning=False)
+    assert tuned == of(32_769) == of(1 << 20)
+    assert of(512, -1) == of(1024, -1)
+    assert len({of(), tuned, of(512, -1)}) == 3
+    (folder / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    assert of() == tuned
+
+
 def test_hashes_are_chained_as_they_were(monkeypatch):
     """Another chain is another namespace: say so in the CHANGELOG."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
