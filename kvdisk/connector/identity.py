@@ -156,6 +156,8 @@ def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]
     model = vllm_config.model_config
     settings = ("quantization_config", "model_class_overrides")  # which layers, and whose code
     facts: dict[str, Any] = {name: repr(value) for name in settings if (value := getattr(model, name, None))}
+    if file := getattr(model.hf_config, "quantization_config_file", None):  # vLLM: one of ``--hf-overrides``
+        facts["quantization_config_file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     if not is_vouched and (loaded := loaded_of(model, vllm_config.load_config)):
         facts["loaded"] = loaded
     if (media := model.multimodal_config) is not None:

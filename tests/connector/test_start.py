@@ -293,6 +293,18 @@ def test_vllms_flag_for_offloading_does_not_replace_kvdisk_silently(tiny_llama, 
 _TIER = {"type": "kvdisk", "nvme_bytes": "1GiB"}
 
 
+def test_both_doors_in_one_multi_connector_are_refused(tiny_llama, tmp_path):
+    """vLLM would end when both register their metrics."""
+    ours = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    spec = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30}
+    theirs = ours | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": spec}
+    _configure(tiny_llama, _transfer({"connectors": [ours, theirs]}, kv_connector="MultiConnector"))
+    tiers = [_TIER | {"store_dirs": str(tmp_path / "kv")}]
+    theirs["kv_connector_extra_config"] = spec | {"secondary_tiers": tiers}
+    with pytest.raises(ConfigError, match="a connector and a tier of another one"):
+        _configure(tiny_llama, _transfer({"connectors": [ours, theirs]}, kv_connector="MultiConnector"))
+
+
 @pytest.mark.parametrize(
     ("tiers", "more", "said"),
     [
@@ -791,6 +803,15 @@ def test_groups_are_described_by_what_is_not_as_it_is_by_default():
             "('head_size_v', 32), ('num_kv_heads', 2)]"
         ],
     }
+
+
+def test_the_content_of_a_file_that_says_how_to_quantise_is_in_the_fingerprint(folder, tmp_path):
+    changes = {"model_config.hf_config.quantization_config_file": str(tmp_path / "torchao.json")}
+    found = set()
+    for content in ("int4", "int8"):
+        (tmp_path / "torchao.json").write_text(content)
+        found.add(_fingerprint(folder, changes))
+    assert len(found) == 2
 
 
 def test_which_of_a_groups_layers_are_quantised_is_in_the_fingerprint(folder):
