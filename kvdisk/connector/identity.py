@@ -58,7 +58,9 @@ _MEDIA_SETTINGS = (
 )
 """Settings of an engine that decide what an image, a sound or a video is to the model. vLLM: in the
 hashes of blocks are only what is in the image, and what its request says of it."""
-
+_PROCESSED_BY_LENGTH = ("Dots3Note", "NemotronH_")
+"""How the architectures begin whose images and videos have a size that goes by the longest context,
+or sounds only where the limits allow them. Text models of the second are ``NemotronHFor...``."""
 _TUNING, _MOST_UNTUNED = "attn_temperature_tuning", 32_768
 """Of Llama 4. vLLM: it is on for contexts that are longer, unless a setting of generation says
 otherwise."""
@@ -156,6 +158,8 @@ def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]
     model = vllm_config.model_config
     settings = ("quantization_config", "model_class_overrides")  # which layers, and whose code
     facts: dict[str, Any] = {name: repr(value) for name in settings if (value := getattr(model, name, None))}
+    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        facts["kv_dtype_not_of"] = sorted(skipped)  # vLLM: its scheduler knows only a group's first layer
     if file := getattr(model.hf_config, "quantization_config_file", None):  # vLLM: one of ``--hf-overrides``
         facts["quantization_config_file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     if not is_vouched and (loaded := loaded_of(model, vllm_config.load_config)):
@@ -164,6 +168,8 @@ def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
         if scales := facts["media"]["mm_encoder_fp8_scale_path"]:  # vLLM writes this file, too
             facts["media"]["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+        if model.architecture.startswith(_PROCESSED_BY_LENGTH):
+            facts["media"]["limits"] = [model.max_model_len, repr(media.limit_per_prompt)]
         folder = text_folder(str(model.model), model.revision)
         if folder is None and not is_vouched:
             folder = model_folder(model, vllm_config.load_config)

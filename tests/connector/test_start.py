@@ -672,6 +672,20 @@ def test_how_images_are_processed_is_in_the_fingerprint(folder):
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize("architecture", ["NemotronH_Nano_VL_V2", "Dots3NoteForCausalLM", "LlamaForCausalLM"])
+def test_limits_by_which_media_are_processed_are_in_the_fingerprint(architecture, folder):
+    """Of two of vLLM's processors; the others only count by them."""
+
+    def of(length: int, **limits: int) -> bytes:
+        media = MultiModalConfig(limit_per_prompt=limits)
+        changes = {"model_config._architecture": architecture, "model_config.multimodal_config": media}
+        return _fingerprint(folder, changes | {"model_config.max_model_len": length})
+
+    same = architecture == "LlamaForCausalLM"
+    assert of(512, audio=1) == of(512, audio=1)
+    assert (of(512) == of(1024)) == (of(512) == of(512, audio=0)) == same
+
+
 def test_which_of_several_weight_files_are_loaded_is_in_the_fingerprint(folder):
     """vLLM: "auto" takes ``consolidated*.safetensors`` where there are any, "hf" those of the
     index."""
@@ -815,7 +829,11 @@ def test_the_content_of_a_file_that_says_how_to_quantise_is_in_the_fingerprint(f
 
 
 def test_which_of_a_groups_layers_are_quantised_is_in_the_fingerprint(folder):
-    """As with ``kv_cache_dtype_skip_layers``."""
+    """By their specifications, and by the setting where only the first layer's is known."""
+    skips = (["1"], ["2"], ["1", "2"], [])
+    found = {_fingerprint(folder, {"cache_config.kv_cache_dtype_skip_layers": layers}) for layers in skips}
+    assert len(found) == 4
+    assert _fingerprint(folder) in found
     quantised = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
     found = set()
     for specs in ((FULL, quantised), (quantised, FULL)):
