@@ -30,20 +30,14 @@ _TOKEN_MAJOR = ("LBNHC", "BLNHC")
 
 def group_descriptions(stages: Sequence[Sequence[KVCacheGroupSpec]]) -> list[Any]:
     """Return, for the fingerprint, what decides the bytes of each group's blocks; with a pipeline,
-    by stage."""
-    described = [
-        [
-            {
-                "layers": list(group.layer_names),
-                "specs": sorted(
-                    {_described(spec) for spec in layer_specs(group.kv_cache_spec, group.layer_names).values()}
-                ),
-            }
-            for group in groups
-        ]
-        for groups in stages
-    ]
+    by stage. ``specs``: of each layer, or one for all of them."""
+    described = [[{"layers": list(group.layer_names), "specs": _specs(group)} for group in groups] for groups in stages]
     return described if len(described) > 1 else described[0]
+
+
+def _specs(group: KVCacheGroupSpec) -> list[str]:
+    told = [_described(spec) for spec in layer_specs(group.kv_cache_spec, group.layer_names).values()]
+    return told if len(set(told)) > 1 else told[:1]
 
 
 def _described(spec: KVCacheSpec) -> str:

@@ -35,7 +35,7 @@ from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
@@ -58,6 +58,12 @@ _MEDIA_SETTINGS = (
 )
 """Settings of an engine that decide what an image, a sound or a video is to the model. vLLM: in the
 hashes of blocks are only what is in the image, and what its request says of it."""
+_PROCESSED_BY_LENGTH = ("Dots3Note", "NemotronH_")
+"""How the architectures begin whose images and videos have a size that goes by the longest context,
+or sounds only where the limits allow them. Text models of the second are ``NemotronHFor...``."""
+_TUNING, _MOST_UNTUNED = "attn_temperature_tuning", 32_768
+"""Of Llama 4. vLLM: it is on for contexts that are longer, unless a setting of generation says
+otherwise."""
 
 
 def fingerprint_of(
@@ -110,9 +116,7 @@ def fingerprint_of(
         "hash_chain": hash_chain(algorithm),
         "platform": platform_facts(vllm_config),
     } | ({"units": list(units)} if any(count > 1 for count in units) else {})
-    if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
-        # These rotary embeddings depend on the longest context the server was started for.
-        facts["max_model_len"] = model.max_model_len
+    facts |= _facts_of_longest(model, final_config)
     facts |= _model_facts(vllm_config, is_vouched=name is not None) | settings_that_compute(vllm_config)
     if model.architecture not in (final_config.get("architectures") or ()):
         facts["architecture"] = model.architecture  # of another implementation than the model's own
@@ -132,18 +136,40 @@ def fingerprint_of(
     return hashlib.sha256(text.encode()).digest(), description
 
 
+def _facts_of_longest(model: ModelConfig, final_config: dict[str, Any]) -> dict[str, Any]:
+    """Return what depends on the longest context that the model was built for, where something
+    does."""
+    # vLLM: where it is to choose the length (-1), it builds the model for what the configuration
+    # allows, and then sets what the memory has room for.
+    longest = None if model.original_max_model_len == -1 else model.max_model_len
+    facts: dict[str, Any] = {}
+    if any(kind in json.dumps(final_config, default=str) for kind in ("longrope", "dynamic")):
+        facts["max_model_len"] = longest  # of rotary embeddings
+    if hasattr(model.hf_text_config, _TUNING):
+        # vLLM: the workers of Llama 4 go by this, and not by the model's configuration.
+        asked = model.try_get_generation_config() | model.override_generation_config
+        facts["tuning"] = asked.get(_TUNING, None if longest is None else longest > _MOST_UNTUNED)
+    return facts
+
+
 def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]:
     """Return what says how a model is computed, where there is something to say. ``is_vouched``:
     its files need not be there."""
     model = vllm_config.model_config
     settings = ("quantization_config", "model_class_overrides")  # which layers, and whose code
     facts: dict[str, Any] = {name: repr(value) for name in settings if (value := getattr(model, name, None))}
+    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        facts["kv_dtype_not_of"] = sorted(skipped)  # vLLM: its scheduler knows only a group's first layer
+    if file := getattr(model.hf_config, "quantization_config_file", None):  # vLLM: one of ``--hf-overrides``
+        facts["quantization_config_file"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     if not is_vouched and (loaded := loaded_of(model, vllm_config.load_config)):
         facts["loaded"] = loaded
     if (media := model.multimodal_config) is not None:
         facts["media"] = {name: getattr(media, name, None) for name in _MEDIA_SETTINGS}
         if scales := facts["media"]["mm_encoder_fp8_scale_path"]:  # vLLM writes this file, too
             facts["media"]["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+        if model.architecture.startswith(_PROCESSED_BY_LENGTH):
+            facts["media"]["limits"] = [model.max_model_len, repr(media.limit_per_prompt)]
         folder = text_folder(str(model.model), model.revision)
         if folder is None and not is_vouched:
             folder = model_folder(model, vllm_config.load_config)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from kvdisk.errors import ConfigError
@@ -101,9 +102,22 @@ def _refuse_replacement(resolve: Any) -> Any:
             )
         resolve(vllm_config)
         transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.has_connector("KVDiskConnector"):
+            _refuse_tier_beside(transfer.kv_connector_extra_config.get("connectors", ()))
         if transfer is not None and transfer.kv_connector_extra_config.get("secondary_tiers"):
             from kvdisk.connector.tier_settings import refuse_tiers_early
 
             refuse_tiers_early(vllm_config)
 
     return resolve_or_refuse
+
+
+def _refuse_tier_beside(children: Iterable[dict[str, Any]]) -> None:
+    """Raise ConfigError where one of the connectors beside kvdisk's has kvdisk's tier. vLLM: two
+    sets of metrics of one name end a start."""
+    from kvdisk.tier_settings import own_tier
+
+    if any(own_tier(child.get("kv_connector_extra_config") or {}) for child in children):
+        raise ConfigError(
+            "kvdisk cannot be a connector and a tier of another one in the same MultiConnector: leave out one of them."
+        )

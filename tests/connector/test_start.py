@@ -293,6 +293,18 @@ def test_vllms_flag_for_offloading_does_not_replace_kvdisk_silently(tiny_llama, 
 _TIER = {"type": "kvdisk", "nvme_bytes": "1GiB"}
 
 
+def test_both_doors_in_one_multi_connector_are_refused(tiny_llama, tmp_path):
+    """vLLM would end when both register their metrics."""
+    ours = {"kv_connector": "KVDiskConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    spec = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30}
+    theirs = ours | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": spec}
+    _configure(tiny_llama, _transfer({"connectors": [ours, theirs]}, kv_connector="MultiConnector"))
+    tiers = [_TIER | {"store_dirs": str(tmp_path / "kv")}]
+    theirs["kv_connector_extra_config"] = spec | {"secondary_tiers": tiers}
+    with pytest.raises(ConfigError, match="a connector and a tier of another one"):
+        _configure(tiny_llama, _transfer({"connectors": [ours, theirs]}, kv_connector="MultiConnector"))
+
+
 @pytest.mark.parametrize(
     ("tiers", "more", "said"),
     [
@@ -660,6 +672,20 @@ def test_how_images_are_processed_is_in_the_fingerprint(folder):
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize("architecture", ["NemotronH_Nano_VL_V2", "Dots3NoteForCausalLM", "LlamaForCausalLM"])
+def test_limits_by_which_media_are_processed_are_in_the_fingerprint(architecture, folder):
+    """Of two of vLLM's processors; the others only count by them."""
+
+    def of(length: int, **limits: int) -> bytes:
+        media = MultiModalConfig(limit_per_prompt=limits)
+        changes = {"model_config._architecture": architecture, "model_config.multimodal_config": media}
+        return _fingerprint(folder, changes | {"model_config.max_model_len": length})
+
+    same = architecture == "LlamaForCausalLM"
+    assert of(512, audio=1) == of(512, audio=1)
+    assert (of(512) == of(1024)) == (of(512) == of(512, audio=0)) == same
+
+
 def test_which_of_several_weight_files_are_loaded_is_in_the_fingerprint(folder):
     """vLLM: "auto" takes ``consolidated*.safetensors`` where there are any, "hf" those of the
     index."""
@@ -791,6 +817,68 @@ def test_groups_are_described_by_what_is_not_as_it_is_by_default():
             "('head_size_v', 32), ('num_kv_heads', 2)]"
         ],
     }
+
+
+def test_the_content_of_a_file_that_says_how_to_quantise_is_in_the_fingerprint(folder, tmp_path):
+    changes = {"model_config.hf_config.quantization_config_file": str(tmp_path / "torchao.json")}
+    found = set()
+    for content in ("int4", "int8"):
+        (tmp_path / "torchao.json").write_text(content)
+        found.add(_fingerprint(folder, changes))
+    assert len(found) == 2
+
+
+def test_which_of_a_groups_layers_are_quantised_is_in_the_fingerprint(folder):
+    """By their specifications, and by the setting where only the first layer's is known."""
+    skips = (["1"], ["2"], ["1", "2"], [])
+    found = {_fingerprint(folder, {"cache_config.kv_cache_dtype_skip_layers": layers}) for layers in skips}
+    assert len(found) == 4
+    assert _fingerprint(folder) in found
+    quantised = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    found = set()
+    for specs in ((FULL, quantised), (quantised, FULL)):
+        layers = {f"layer.{at}": spec for at, spec in enumerate(specs)}
+        group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=layers))
+        found.add(fingerprint_of(vllm_config(folder), replace(PLAIN, kv_cache_groups=[group]))[0])
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic", "default"])
+def test_the_longest_context_counts_where_rotary_embeddings_depend_on_it(rope, folder):
+    """That for which the model is built. vLLM sets a length that it chooses itself after that."""
+
+    def of(length: int, asked: int | None = None) -> bytes:
+        changes = {
+            "model_config.hf_config.rope_parameters": {"rope_type": rope},
+            "model_config.max_model_len": length,
+            "model_config.original_max_model_len": asked,
+        }
+        return _fingerprint(folder, changes)
+
+    depends = rope != "default"
+    assert of(512, -1) == of(1024, -1)
+    assert (of(512) != of(1024)) == (of(512) != of(512, -1)) == depends
+
+
+def test_what_tunes_the_attention_of_llama_4_is_in_the_fingerprint(folder):
+    """vLLM sets it in the workers, which may be other processes than the scheduler's."""
+
+    def of(length: int = 512, asked: int | None = None, **generation: Any) -> bytes:
+        changes = {
+            "model_config.hf_text_config.attn_temperature_tuning": True,
+            "model_config.max_model_len": length,
+            "model_config.original_max_model_len": asked,
+            "model_config.override_generation_config": generation,
+        }
+        return _fingerprint(folder, changes)
+
+    tuned = of(attn_temperature_tuning=True)
+    assert of(32_768) == of() == of(40_000, attn_temperature_tuning=False)
+    assert tuned == of(32_769) == of(1 << 20)
+    assert of(512, -1) == of(1024, -1)
+    assert len({of(), tuned, of(512, -1)}) == 3
+    (folder / "generation_config.json").write_text(json.dumps({"attn_temperature_tuning": True}))
+    assert of() == tuned
 
 
 def test_hashes_are_chained_as_they_were(monkeypatch):
