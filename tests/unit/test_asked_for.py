@@ -17,7 +17,7 @@ import kvdisk.assembly, kvdisk.environment, kvdisk.mover_process, kvdisk.shared_
 import kvdisk.worker.mover
 """
 REMOTE = ENGINE + "open_remote(Config(remote='s3://bucket/kv'{})).close()\n"
-TOOLS = "import kvdisk.cli.main\n"
+TOOLS = "from kvdisk.cli import main\nfor name in main.MODULES: main.Commands().get_command(None, name)\n"
 CASES = {
     "an engine's parts": (ENGINE, set()),
     "a remote store": (REMOTE.format(""), {"obstore"}),

@@ -281,7 +281,7 @@ def test_a_store_that_nobody_uses(tmp_path):
 
 
 def test_on_a_terminal_it_goes_on_until_ctrl_c_and_leaves_the_screen_as_it_was(engines, monkeypatch):
-    home, store = engines.start(), engines.path / "STORE"
+    home, store = engines.start(), engines.path / "lock"
     write_telemetry(home, figures(time.time(), 5))
 
     def between_looks() -> Iterator[None]:

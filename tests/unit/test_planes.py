@@ -202,7 +202,7 @@ def test_nothing_imports_it_unless_it_is_asked_for():
         "import sys\n"
         "from kvdisk.config import Config\n"
         "from kvdisk.remote.client import open_remote\n"
-        "import kvdisk.store, kvdisk.assembly, kvdisk.cli.main\n"
+        "import kvdisk.store, kvdisk.assembly, kvdisk.cli.remote, kvdisk.cli.check\n"
         "open_remote(Config.from_mapping({'remote': 's3://bucket/kv'})).close()\n"
         "assert 'zstandard' not in sys.modules\n"
     )

@@ -501,7 +501,12 @@ def test_more_requests_than_it_answers_at_a_time_are_refused_at_once(web, monkey
 
 
 def test_no_other_command_imports_the_server():
-    code = "import sys, kvdisk.cli.main; print([m for m in sys.modules if m == 'socketserver' or 'cli.web.' in m])"
+    code = (
+        "import sys; from kvdisk.cli import main\n"
+        "assert not any('cli.web' in each for each in sys.modules)\n"
+        "for name in main.MODULES: main.Commands().get_command(None, name)\n"
+        "print([m for m in sys.modules if m == 'socketserver' or 'cli.web.' in m])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['kvdisk.cli.web.command']"
 
