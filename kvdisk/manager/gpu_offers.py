@@ -44,12 +44,11 @@ class GpuOffers:
         by_group: dict[int, list[int]] = {}
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
-        offers = Offers.joined(
-            [
-                self.of_group(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
-                for group, positions in by_group.items()
-            ]
-        )
+        each = [
+            self.of_group(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
+            for group, positions in by_group.items()
+        ]
+        offers = Offers.joined(each)
         if len(by_group) > 1:
             at_of = {place: at for at, place in enumerate(zip(offers.groups, offers.positions, strict=True))}
             offers = offers.at([at_of[place] for place in self.in_order(at_of)])
