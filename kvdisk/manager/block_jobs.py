@@ -103,6 +103,7 @@ class BlockJobs:
 
     def reached(self, request: str, keys: Sequence[BlockKey], now: float) -> None:
         """A request wants these blocks of its prompt, in this order; see ``Demand.reach_keys``."""
+        self._state.now = now
         self._history.note_time(now)
         keys = list(dict.fromkeys(keys))
         self._work.add(Kind.RECENCY, self, self._use(list(keys), self._state.generation))
@@ -110,7 +111,7 @@ class BlockJobs:
         for of_group in alike:
             self.fetches.reached(of_group)
         self._demand.reach_keys(request, alike, self._offer)
-        self._work.run(self._work.now, Kind.RECENCY, Kind.DEMAND)
+        self._work.run(Kind.RECENCY, Kind.DEMAND)
 
     def _use(self, keys: list[BlockKey], generation: int) -> Work:
         """Refresh the recency of a prompt's blocks; of these the head last, so that it leaves
@@ -154,6 +155,7 @@ class BlockJobs:
 
         ``is_new``: False: they waited for room, and were admitted. A key comes once.
         """
+        self._state.now = now
         missing = self._intake.missing(offers)
         are_admitted = not is_new or self._target.admission.admits_all
         if not are_admitted:

@@ -352,7 +352,7 @@ class Copies:
 
     # -- jobs end --------------------------------------------------------------------------------
 
-    def end_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
+    def end_targets(self, record: JobRecord) -> dict[Tier, list[int]]:
         """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail
         first.
 
@@ -362,7 +362,7 @@ class Copies:
         for target in dict.fromkeys([detail.target for detail in details]):
             if target is not None:
                 rows = [row for at, (row, *_, tier) in enumerate(details) if tier is target and at not in failed]
-                ready[target] = self._tiers[target].finish(rows[::-1], now_s)
+                ready[target] = self._tiers[target].finish(rows[::-1])
         for at in sorted(record.failed, reverse=True):
             detail = record.details[at]
             if detail.target is not None:

@@ -96,6 +96,7 @@ class NvmeSpace(TierSpace):
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
         self._slots_per_block = parts.geometry.shard_count
+        self._step_state = parts.state
         self._is_identified = parts.state.is_identified
         """Whether it is known that its blocks are of this engine's weights: before that nobody sees
         them, and nothing is written."""
@@ -382,7 +383,7 @@ class NvmeSpace(TierSpace):
 
     # -- records ---------------------------------------------------------------------------------
 
-    def _record(self, rows: Sequence[int], now_s: int) -> None:
+    def _record(self, rows: Sequence[int]) -> None:
         """Queue the records of copies. A full queue costs only their life after a restart."""
         self.uses.begin(rows, [self._catalog.generations[row] for row in rows])
         catalog = self._catalog
@@ -393,7 +394,7 @@ class NvmeSpace(TierSpace):
                 slot,
                 catalog.generations[row],
                 catalog.parent(row),
-                catalog.stored_s[row] or now_s,
+                catalog.stored_s[row] or self._step_state.now_s,
                 catalog.tenants[row] if self.keeps_tenants else 0,
             )
             for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)

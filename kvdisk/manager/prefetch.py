@@ -125,7 +125,7 @@ class Promotions:
         self._lacks_room = False
         """Whether requests wait for room, which nothing else takes then."""
         for kind in (Kind.PREFETCH, Kind.ASKED):
-            self._work.open_when(kind, lambda _: not self._state.read_awaited)
+            self._work.open_when(kind, lambda: not self._state.read_awaited)
 
     # -- the queue -----------------------------------------------------------------------------
 

@@ -422,7 +422,7 @@ class StorePlanner:
     def store_or_leave(self, offers: Offers) -> None:
         """Offer blocks that no request offers any more. Those without room are left, and offered
         again once some may have come free."""
-        self.leave(self.store(offers, self._work.now).unserved)
+        self.leave(self.store(offers, self._state.now).unserved)
         self._left_at = self._state.released
 
     def leave(self, offers: Offers) -> None:
@@ -440,7 +440,7 @@ class StorePlanner:
             self._left_at, looked = self._state.released, len(left.keys)
             # One request may have left what another has left, too.
             cached = {left.keys[at]: at for at in self._offers.cached(left)}
-            unserved = self.store(left.at(list(cached.values())), self._work.now).unserved
+            unserved = self.store(left.at(list(cached.values())), self._state.now).unserved
             # What has an old copy there that is being dropped does not wait for room: a drive that
             # hangs may hold it for long, and no search would go on meanwhile.
             rows, states = self._catalog.find_all(unserved.keys), self._catalog.columns(self._target.tier).states
@@ -448,9 +448,11 @@ class StorePlanner:
             yield looked
             yield 0
 
-    def _may_store_left(self, now: float) -> bool:
+    def _may_store_left(self) -> bool:
         """Whether room may have come free for what was left."""
-        return (self._left_at < self._state.released or self._target.is_searching) and self._target.update_writable(now)
+        return (self._left_at < self._state.released or self._target.is_searching) and self._target.update_writable(
+            self._state.now
+        )
 
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""

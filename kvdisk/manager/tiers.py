@@ -91,11 +91,11 @@ class TierSpace(Room):
 
     # -- the life of copies ----------------------------------------------------------------------
 
-    def finish(self, rows: Sequence[int], now_s: int) -> list[int]:
+    def finish(self, rows: Sequence[int]) -> list[int]:
         """Copies were written on every rank. Return those that are READY: not those that were
         dropped meanwhile.
 
-        Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
+        Of one chain the tail comes first.
         """
         states = self._catalog.columns(self.tier).states
         ready = [row for row in rows if states[row] != DROPPED]
@@ -106,10 +106,10 @@ class TierSpace(Room):
             self._evictors[size_class].insert(alike)
             for order in self._evictors if len(self._evictors) > 1 else ():
                 order.unlist(map(self._catalog.parent_rows.__getitem__, alike))
-        self._record(ready, now_s)
+        self._record(ready)
         return ready
 
-    def _record(self, rows: Sequence[int], now_s: int) -> None:
+    def _record(self, rows: Sequence[int]) -> None:
         """Keep copies that have become READY beyond this process."""
 
     def abandon(self, row: int, *, late: bool = False) -> None:

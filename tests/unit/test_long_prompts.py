@@ -173,7 +173,7 @@ def test_the_rest_of_a_long_prompt_is_used_in_steps_after_its_end(monkeypatch):
     assert not made
     before = sum(used)
     for _ in range(LENGTH):
-        bench.manager._work.run(bench.now)
+        bench.manager._work.run()
         bench.manager._work.end_step()
     assert before <= LENGTH // 4 and sum(used) >= LENGTH // 2
     assert max(used) <= 4
@@ -543,7 +543,7 @@ def test_what_is_read_ahead_for_a_long_prompt_is_found_in_steps(geometry, monkey
     monkeypatch.setattr(BlockKeys, "__getitem__", noted)
     for _ in range(8 * LENGTH):
         made = 0
-        bench.manager._work.run(bench.now, Kind.PREFETCH)
+        bench.manager._work.run(Kind.PREFETCH)
         bench.manager._work.end_step()
         each.append(made)
         bench.step(1)
