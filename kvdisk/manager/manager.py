@@ -129,15 +129,13 @@ class TierManager:
         hashes: Sequence[bytes],
         prompt_tokens: int,
         limits: RequestLimits = NO_LIMITS,
-        tenant: int = 0,
     ) -> None:
         """Follow a request from now on, and ask others for what is missing of its prompt.
 
-        ``hashes`` is the engine's growing list, read at each call. ``tenant``: the digest of its
-        salt (``kvdisk.salts``), 0: it has none.
+        ``hashes`` is the engine's growing list, read at each call.
         """
         self._arrivals += 1
-        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals, tenant)
+        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals)
         self._requests[request_id] = request
         request.update_keys()
         if request.limits.most_load_tokens != 0:

@@ -218,19 +218,16 @@ class MemorySpace(TierSpace):
             self.dirty.clear()
         self.discard(*self._forgotten.take_all())
         self._work.cancel(self, Kind.GONE)
-        self._work.add(Kind.GONE, self, self._end_forgotten())
+        self._work.add(Kind.GONE, self, self._end_all_forgotten())
 
-    def _end_forgotten(self) -> Work:
+    def _end_all_forgotten(self) -> Work:
         while rows := self._forgotten.next(self._work.left(Kind.GONE)):
             self.end(rows)
             self._step_state.released += 1
             yield len(rows)
 
-    def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:
-        rows = self._forgotten.of(size_class, count, tenant)
-        if rows:
-            self.end(rows)
-        return len(rows)
+    def _forgotten_rows(self, size_class: int) -> NDArray[np.intp]:
+        return self._forgotten.of(size_class)
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         free, total = super()._free_and_total_bytes()
