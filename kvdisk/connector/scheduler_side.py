@@ -190,10 +190,11 @@ class SchedulerSide:
         assert parts is not None
         if tenant := parts.salts.of(request.cache_salt):
             limits = limits._replace(tenant=tenant)
-        manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits)
+        now = time.monotonic()
+        manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, now, limits)
         kv_hints = self._controls.hints(request.kv_hints, request.kv_transfer_params)
         if kv_hints:
-            self._manager.hint(request.request_id, kv_hints, time.monotonic())
+            self._manager.hint(request.request_id, kv_hints, now)
         self._describe(request)
 
     def _follow_known(self, now: float) -> None:

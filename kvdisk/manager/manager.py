@@ -128,12 +128,14 @@ class TierManager:
         request_id: str,
         hashes: Sequence[bytes],
         prompt_tokens: int,
+        now: float,
         limits: RequestLimits = NO_LIMITS,
     ) -> None:
         """Follow a request from now on, and ask others for what is missing of its prompt.
 
         ``hashes`` is the engine's growing list, read at each call.
         """
+        self._state.now = now
         self._arrivals += 1
         request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals)
         self._requests[request_id] = request

@@ -23,8 +23,6 @@ class PeerHints:
         self.neighbours = neighbours
         self.remote = remote
         self._sources = [source for source in (neighbours, remote) if source.exists]
-        self._asked: list[Asking] = []
-        """Those that were asked for since the last ``absorb``: that is when."""
 
     @property
     def changes(self) -> int:
@@ -61,14 +59,13 @@ class PeerHints:
             nearer = self.neighbours.hints
         if tiers is None or self.remote.tier in tiers:
             self.remote.ask(request, nearer)
-        self._asked.append(request)
+        request.asked_s = self._state.now
 
     def renew(self, request: RequestState) -> None:
         """Ask again where the last question of a request that waits is long ago: hints are kept for
         a time only. One that was looked up since it came does not wait a second time."""
         age_s = 0.0 if request.asked_s is None else self._state.now - request.asked_s
         if age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2):
-            request.asked_s = self._state.now
             self.ask(request)
             if request.looked_up:
                 request.question = request.remote_question = 0
@@ -87,9 +84,6 @@ class PeerHints:
 
     def absorb(self) -> None:
         """Take in the answers that have come, and forget hints that are too old."""
-        for request in self._asked:
-            request.asked_s = self._state.now
-        self._asked.clear()
         for source in self._sources:
             source.absorb()
 

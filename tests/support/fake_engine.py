@@ -172,7 +172,7 @@ class FakeEngine:
         self.waiting.append(request)
         tiers = None if load_tiers is None else frozenset(load_tiers)
         limits = RequestLimits(load_tiers=tiers, tenant=self.tenant_of(prompt))
-        self.manager.new_request(request_id, request.hashes, len(prompt), limits)
+        self.manager.new_request(request_id, request.hashes, len(prompt), self.now, limits)
         return request
 
     def abort(self, request: FakeRequest) -> None:
