@@ -38,8 +38,8 @@ class Read:
     """A block to be read. ``source``: the tier whose copy is read; None: there is none.
 
     ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_blocks``, ``group``,
-    ``position``: of a load. ``request``: whose it is, if nobody has the block here; None: it is
-    read by key.
+    ``position``: of a load. ``request``: who reads it, whose tenant a new row has; None: it is read
+    by key.
     """
 
     key: BlockKey
