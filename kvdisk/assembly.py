@@ -282,7 +282,7 @@ def assemble_scheduler(
             home = engine_store.home
             parts.state.fingerprint = home.fingerprint
             salts = _keep_salts(store, salts)
-            engine_store.nvme.keeps_tenants = salts.is_kept
+            parts.catalog.keeps_tenants = salts.is_kept
             find_others = partial(readable_indexes, store, home.record.description, home)
             neighbours = NeighbourReader(find_others)
             others = of_other_namespaces(store, home.fingerprint, model) if home.fresh and model and known else 0

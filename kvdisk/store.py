@@ -632,7 +632,7 @@ class BlockStore(BlockStoreFace):
         need(all(isinstance(salt, str) for salt in salts), "a salt is text")
         for salt in salts:
             self._salts.digest_of(salt)
-        return self._salts.usage_of({} if self._is_off else self._blocks.bytes_by_tenant())
+        return self._salts.usage_of({} if self._is_off else self._blocks.target.bytes_by_tenant())
 
     @_in_turn
     def stats(self) -> Stats:

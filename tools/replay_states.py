@@ -33,7 +33,7 @@ class StateEngine(Engine):
         count, request_id = request.tokens // size, f"request {number}"
         if not count:
             return
-        manager.new_request(request_id, request.hashes[:count], count * size + 1)
+        manager.new_request(request_id, request.hashes[:count], count * size + 1, self._now)
         while (tokens := manager.lookup(request_id, 0, count * size + 1, self._now)) is None:
             self._step(idle=True)
         blocks, states = pool.take(count), pool.take(len(GROUPS))

@@ -461,7 +461,7 @@ class Engine:
         self.counts["prompt tokens"] += tokens
         self.counts["blocks"] += len(keys)
         with self.times.of("arrival"):
-            self.manager.new_request(request.id, asked.hashes, tokens, asked.limits)
+            self.manager.new_request(request.id, asked.hashes, tokens, self.now, asked.limits)
             if asked.kv_hints:
                 self.manager.hint(request.id, asked.kv_hints, self.now)
 

@@ -188,11 +188,13 @@ class SchedulerSide:
             limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
         manager, parts = self._manager, self._parts
         assert parts is not None
-        tenant = parts.salts.of(request.cache_salt)
-        manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, limits, tenant)
+        if tenant := parts.salts.of(request.cache_salt):
+            limits = limits._replace(tenant=tenant)
+        now = time.monotonic()
+        manager.new_request(request.request_id, request.block_hashes, request.num_prompt_tokens, now, limits)
         kv_hints = self._controls.hints(request.kv_hints, request.kv_transfer_params)
         if kv_hints:
-            self._manager.hint(request.request_id, kv_hints, time.monotonic())
+            self._manager.hint(request.request_id, kv_hints, now)
         self._describe(request)
 
     def _follow_known(self, now: float) -> None:

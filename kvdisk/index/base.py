@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import accumulate, pairwise, starmap
+from itertools import accumulate, compress, pairwise, starmap
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,6 +55,20 @@ class BlockColumns(NamedTuple):
         millions of blocks would take much memory."""
         ends = accumulate(self.parent_bytes.tolist(), initial=0)
         return (BlockKey(self.parents[start:end]) for start, end in pairwise(ends))
+
+    def only(self, kept: NDArray[np.bool_]) -> BlockColumns:
+        """Return the rows that are ``kept``."""
+        return BlockColumns(
+            self.epochs[kept],
+            list(compress(self.keys, kept)),
+            self.segments[kept],
+            self.indices[kept],
+            self.generations[kept],
+            b"".join(compress(self.each_parent(), kept)),
+            self.parent_bytes[kept],
+            self.stored_s[kept],
+            self.tenants[kept],
+        )
 
     def records(self) -> Iterator[BlockRecord]:
         """Yield the rows as records."""

@@ -38,15 +38,15 @@ class Ages:
         self._state = parts.state
         self._work = parts.work
         self._tiers = tiers
-        self._now = self._began = self._look_at = 0.0
+        self._began = self._look_at = 0.0
         self._clock_offset: float | None = None
         """The time of day less the time of steps."""
-        self._log = QuietLog(lambda: self._now, logging.getLogger("kvdisk.manager"))
+        self._log = QuietLog(lambda: parts.state.now, logging.getLogger("kvdisk.manager"))
 
-    def note_time(self, now_s: int) -> None:
-        """Set the time, in seconds since the Unix epoch."""
-        self._state.now_s = now_s
+    def note_time(self) -> None:
+        """Take note of another second."""
         if self._config.max_age_s is not None:
+            now_s = self._state.now_s
             self._catalog.limit_ages(max(1, int(now_s - self._config.max_age_s)), now_s + AHEAD_S)
 
     @property
@@ -55,11 +55,12 @@ class Ages:
         other weights."""
         return [space for space in self._tiers if space.in_memory or self._state.is_identified]
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         """Look now and then for copies that are too old: steps end them, the oldest first. Call it
         once a step."""
         if self._config.max_age_s is None:
             return
+        now = self._state.now
         self._watch_clock(now)
         if now >= self._look_at and not self._work.has(Kind.AGES):
             self._look_at = now + LOOK_S
@@ -85,7 +86,7 @@ class Ages:
         offset = self._state.now_s - now
         if self._clock_offset is None:
             self._began, self._clock_offset, self._look_at = now, offset, now + SETTLE_S
-        self._now, moved_s, self._clock_offset = now, round(offset - self._clock_offset), offset
+        moved_s, self._clock_offset = round(offset - self._clock_offset), offset
         if abs(moved_s) > AHEAD_S:
             self._work.cancel(self)
             self._look_at = now + SETTLE_S

@@ -23,7 +23,6 @@ from kvdisk.manager.nvme import NvmeSpace
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.step_work import Kind, Work
-from kvdisk.manager.tenant_bytes import TenantBytes
 from kvdisk.manager.tiers import Tiers
 from kvdisk.messages import JobKind
 
@@ -40,8 +39,9 @@ class Prompt:
 
 
 class BlockJobs:
-    """Stores and loads blocks by key, in the first tier. ``wanted``: slots by size class that
-    offers wait for; at least one of each, so that there is some room for what comes first."""
+    """Stores and loads blocks by key, in the first tier, ``target``. ``wanted``: slots by size
+    class that offers wait for; at least one of each, so that there is some room for what comes
+    first."""
 
     def __init__(
         self, parts: Parts, tiers: Tiers, demand: Demand, copies: Copies, hints: PeerHints, intake: Intake
@@ -53,7 +53,7 @@ class BlockJobs:
         self._stats = parts.stats
         self._state = parts.state
         self._work = parts.work
-        self._target = tiers.first
+        self.target = tiers.first
         self._tiers = tiers
         self._demand = demand
         self._copies = copies
@@ -62,8 +62,6 @@ class BlockJobs:
         self.fetches = Fetches(parts, tiers, copies, hints)
         self._class_of = parts.geometry.size_classes
         self._waiting = Counter[int]()
-        self._tenant_bytes: TenantBytes | None = None
-        """None: nobody has asked yet."""
         self._silence_s = parts.config.io_deadline_s
 
     # -- what there is -------------------------------------------------------------------------
@@ -79,15 +77,9 @@ class BlockJobs:
 
     def keys(self) -> list[BlockKey]:
         """Return the keys of all blocks that are READY here."""
-        keys = self._catalog.ready_keys(self._target.tier)
+        keys = self._catalog.ready_keys(self.target.tier)
         found = self._catalog.presences(keys)
         return [key for key, presence in zip(keys, found, strict=True) if presence == READY]
-
-    def bytes_by_tenant(self) -> dict[int, int]:
-        """Return the bytes of each tenant, by its digest."""
-        if self._tenant_bytes is None:
-            self._tenant_bytes = TenantBytes(self._catalog, self._target.tier, self._geometry)
-        return self._tenant_bytes.read()
 
     def ask(self, keys: Sequence[BlockKey]) -> Prompt:
         """Ask others for what is missing of a prompt."""
@@ -103,6 +95,7 @@ class BlockJobs:
 
     def reached(self, request: str, keys: Sequence[BlockKey], now: float) -> None:
         """A request wants these blocks of its prompt, in this order; see ``Demand.reach_keys``."""
+        self._state.now = now
         self._history.note_time(now)
         keys = list(dict.fromkeys(keys))
         self._work.add(Kind.RECENCY, self, self._use(list(keys), self._state.generation))
@@ -110,7 +103,7 @@ class BlockJobs:
         for of_group in alike:
             self.fetches.reached(of_group)
         self._demand.reach_keys(request, alike, self._offer)
-        self._work.run(self._work.now, Kind.RECENCY, Kind.DEMAND)
+        self._work.run(Kind.RECENCY, Kind.DEMAND)
 
     def _use(self, keys: list[BlockKey], generation: int) -> Work:
         """Refresh the recency of a prompt's blocks; of these the head last, so that it leaves
@@ -154,8 +147,9 @@ class BlockJobs:
 
         ``is_new``: False: they waited for room, and were admitted. A key comes once.
         """
+        self._state.now = now
         missing = self._intake.missing(offers)
-        are_admitted = not is_new or self._target.admission.admits_all
+        are_admitted = not is_new or self.target.admission.admits_all
         if not are_admitted:
             self._demand.put(missing)
         answer = self._intake.store(missing, now, are_admitted=are_admitted, by_key=True)
@@ -163,10 +157,10 @@ class BlockJobs:
 
     def waiting(self, answer: Answer) -> list[int]:
         """Return which of the offers that got no slot may get one soon."""
-        if not answer.is_writable or self._target.is_spent:
+        if not answer.is_writable or self.target.is_spent:
             return []
         classes = map(self._class_of.__getitem__, answer.unserved.groups)
-        return [at for at, each in enumerate(classes) if self._target.may_get_room(each, silent=False)]
+        return [at for at, each in enumerate(classes) if self.target.may_get_room(each, silent=False)]
 
     def await_room(self, groups: Iterable[int]) -> None:
         """Take note of the groups of the offers that wait for room, at the end of a step's
@@ -175,7 +169,7 @@ class BlockJobs:
 
     def give_up(self, count: int) -> None:
         """Count blocks for which no room came."""
-        self._stats.add(f"refused_blocks.{'budget' if self._target.is_spent else 'room'}", count)
+        self._stats.add(f"refused_blocks.{'budget' if self.target.is_spent else 'room'}", count)
 
     # -- loads ---------------------------------------------------------------------------------
 

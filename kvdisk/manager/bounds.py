@@ -39,7 +39,7 @@ LOOKED_AT = 4096
 copies of a size bring."""
 EVICTED = 256
 """Copies that leave to keep slots of NVMe free, to give a segment's room to another size, or
-because their tenant has more than its share."""
+to bring a tier back within a share."""
 ENDED = 1024
 """Copies of segments that are being dropped."""
 CLEARED = 8192

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvdisk.blocks import KEPT_TIERS, LATEST_S, BlockKey, Slot, Tier, records_of
-from kvdisk.index.base import BlockColumns
+from kvdisk.index.base import BlockColumns, BlockRecord
 from kvdisk.manager.events import Journal
 from kvdisk.manager.parents import KeyBytes, parents_among, without_circles
 
@@ -252,6 +252,9 @@ class Catalog:
         self.epochs = array("Q")
         self.stored_s = array("I")
         self.tenants = array("Q")
+        self.keeps_tenants = True
+        """Whether records say whose blocks they are: False where no digest would mean the same
+        after a restart."""
         self.lives = array("I")
         self.parent_rows = array("i")
         self._child_counts = array("I")
@@ -415,6 +418,22 @@ class Catalog:
         for columns in self._columns.values():
             columns.grow(count)
         self._is_placeholder += bytes(count)
+
+    def records(self, rows: Sequence[int], tier: Tier, now_s: int) -> list[BlockRecord]:
+        """Return what an index keeps of rows' copies in a tier. ``now_s``: when a block was first
+        stored of which nobody has said it."""
+        return [
+            BlockRecord(
+                self.epochs[row],
+                self.keys[row],
+                slot,
+                self.generations[row],
+                parent,
+                self.stored_s[row] or now_s,
+                self.tenants[row] if self.keeps_tenants else 0,
+            )
+            for row, slot, parent in zip(rows, self._columns[tier].slots(rows), self.parents(rows), strict=True)
+        ]
 
     def fill(self, tier: Tier, blocks: BlockColumns, keys: KeyBytes | None) -> None:
         """Take over many blocks as rows 0, 1, ... with a READY copy each; there are no rows yet.

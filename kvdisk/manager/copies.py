@@ -22,6 +22,7 @@ from kvdisk.manager.catalog import ABSENT, NONE, READY
 from kvdisk.manager.jobs import JobRecord, MoveDetail
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
+from kvdisk.manager.requests import RequestState
 from kvdisk.manager.tiers import Tiers, TierSpace
 from kvdisk.messages import JobKind, Move, Reason
 
@@ -37,7 +38,8 @@ class Read:
     """A block to be read. ``source``: the tier whose copy is read; None: there is none.
 
     ``target``: where the read leaves a copy, in ``row``; None: nowhere. ``gpu_blocks``, ``group``,
-    ``position``: of a load. ``tenant``: see ``Catalog.tenants``; of a block without a row.
+    ``position``: of a load. ``request``: who reads it, whose tenant a new row has; None: it is read
+    by key.
     """
 
     key: BlockKey
@@ -49,7 +51,7 @@ class Read:
     generation: int = 0
     source: Tier | None = None
     target: Tier | None = None
-    tenant: int = 0
+    request: RequestState | None = None
     slots: dict[Tier, Slot] = field(default_factory=dict)
 
 
@@ -197,7 +199,7 @@ class Copies:
                 read.parent,
                 read.row if read.row != NONE else find(read.key),
                 read.group if read.group >= 0 else group_of(read.key),
-                read.tenant,
+                0 if read.request is None else read.request.limits.tenant,
             )
             for read in reads
         ]
@@ -215,7 +217,7 @@ class Copies:
                 [read.generation for read in others],
                 self._state.epoch,
                 [read.parent for read in others],
-                [read.tenant for read in others],
+                [0 if read.request is None else read.request.limits.tenant for read in others],
             )
             for read, row in zip(others, rows, strict=True):
                 read.row, catalog.stored_s[row] = row, self._hints.neighbours.stored_s(read.key)
@@ -352,7 +354,7 @@ class Copies:
 
     # -- jobs end --------------------------------------------------------------------------------
 
-    def end_targets(self, record: JobRecord, now_s: int) -> dict[Tier, list[int]]:
+    def end_targets(self, record: JobRecord) -> dict[Tier, list[int]]:
         """End the copies that a job wrote, or failed to. Return the READY ones by tier, the tail
         first.
 
@@ -362,7 +364,7 @@ class Copies:
         for target in dict.fromkeys([detail.target for detail in details]):
             if target is not None:
                 rows = [row for at, (row, *_, tier) in enumerate(details) if tier is target and at not in failed]
-                ready[target] = self._tiers[target].finish(rows[::-1], now_s)
+                ready[target] = self._tiers[target].finish(rows[::-1])
         for at in sorted(record.failed, reverse=True):
             detail = record.details[at]
             if detail.target is not None:

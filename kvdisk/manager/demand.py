@@ -12,7 +12,7 @@ from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
 from kvdisk.manager.copies import Offers
 from kvdisk.manager.requests import RequestState
-from kvdisk.manager.reuse import STATES, ReuseHistory, Visit
+from kvdisk.manager.reuse import ReuseHistory, Visit
 from kvdisk.manager.step_work import SHARES, Kind, StepWork, Work
 
 _Tell = Callable[[Sequence[BlockKey]], None]
@@ -58,17 +58,17 @@ class Demand:
         start = request.counted[group]
         if start >= stop:
             return
-        keys = request.keys[group]
-        if group in self._history.state_groups:
-            request.counted[group] = stop
-            last = None if start else self._history.last_known(keys)
-            if last is not None:
-                self._want_state(request, last)
-                request.states.append(last)
+        if group not in self._history.state_groups:
+            end, _ = self._visit(request, group, stop)
+            is_short = end - start <= SHARES[Kind.DEMAND].blocks // len(request.keys)
+            self._count(request, group, end if is_short else stop)
             return
-        end, _ = self._visit(request, group, stop)
-        is_short = end - start <= SHARES[Kind.DEMAND].blocks // len(request.keys)
-        self._count(request, group, end if is_short else stop)
+        request.counted[group] = stop
+        last = None if start else self._history.last_known(request.keys[group])
+        if last is not None:
+            request.states.append(last)
+            request.came = self._history.count_state(last, request.came)
+            self._want(request.request_id, (last,), 0, 1)
 
     def _visit(self, request: RequestState, group: int, stop: int) -> tuple[int, Visit]:
         """Return the visit of a request to its blocks up to ``stop``, and to where it goes."""
@@ -136,17 +136,8 @@ class Demand:
     def leave_state(self, request: RequestState, key: BlockKey) -> None:
         """A request leaves a recurrent state; the first that does wants it, too."""
         if not self._history.known(key)[0]:
-            self._want_state(request, key)
-
-    def _want_state(self, request: RequestState, key: BlockKey) -> None:
-        request.came = self._count_state(key, request.came)
-        self._want(request.request_id, (key,), 0, 1)
-
-    def _count_state(self, key: BlockKey, came: int | None) -> int:
-        """Count a recurrent state. Return when its request came; ``came``: that, if it is known."""
-        visit = self._history.begin(0, 1, is_prompt=False, before=came)
-        self._history.count((key,), 0, 1, STATES, visit)
-        return visit.before
+            request.came = self._history.count_state(key, request.came)
+            self._want(request.request_id, (key,), 0, 1)
 
     def _want(self, request_id: str, keys: Sequence[BlockKey], start: int, stop: int) -> None:
         for admission in self._admissions:
@@ -167,7 +158,7 @@ class Demand:
             if group in self._history.state_groups:
                 last = self._history.last_known(uncounted)
                 if last is not None:
-                    came = self._count_state(last, came)
+                    came = self._history.count_state(last, came)
                     tell((last,))
             elif uncounted:
                 visit = self._history.begin(0, len(uncounted), before=came)
@@ -201,7 +192,7 @@ class Demand:
             keys = [key for other, key in new if other == group]
             if group in self._history.state_groups:
                 for key in keys:
-                    came = self._count_state(key, came)
+                    came = self._history.count_state(key, came)
             else:
                 came = self._count_chain(keys, parents[keys[0]], came)
         self._new.update((key, None) for _, key in new)

@@ -21,7 +21,8 @@ from kvdisk.manager import bounds
 from kvdisk.manager.catalog import NONE, Catalog
 from kvdisk.manager.chances import CLASSES
 from kvdisk.manager.reuse import ReuseHistory
-from kvdisk.manager.row_lists import GROWN_ROWS, RowLists, TenantLists
+from kvdisk.manager.row_lists import GROWN_ROWS, RowLists
+from kvdisk.manager.shares import TenantLists
 from kvdisk.manager.standings import DEMOTED, PINNED, CopyStandings, Standings
 
 Keys = NDArray[np.object_] | Sequence[BlockKey]

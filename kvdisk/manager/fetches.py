@@ -36,7 +36,7 @@ class Fetches:
         self._queue: OrderedDict[BlockKey, BlockKey | None] = OrderedDict()
         """Blocks to fetch, and the one before each in its chain."""
         self._jobs: list[JobId] = []
-        self._work.open_when(Kind.FETCHES, lambda _: self._remote.is_usable and not self._work.has(Kind.DEMAND))
+        self._work.open_when(Kind.FETCHES, lambda: self._remote.is_usable and not self._work.has(Kind.DEMAND))
 
     def note_loads(self, keys: Sequence[BlockKey]) -> None:
         """These blocks are being loaded from the remote store."""
@@ -71,7 +71,7 @@ class Fetches:
         rest is left to the next load. All that requests reached is counted by now: admission goes
         by these counts."""
         while self._queue:
-            if not self._target.update_writable(self._work.now):
+            if not self._target.update_writable(self._state.now):
                 self._queue.clear()
                 return
             self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]

@@ -39,7 +39,7 @@ class ForgottenCopies:
 
     def slots(self, size_class: int) -> int:
         """Return how many slots of a size class they hold."""
-        return len(self._choose(size_class, 0)) if self else 0
+        return len(self.of(size_class))
 
     def next(self, most: int) -> list[int]:
         """Remove and return some that have not ended; none: all have."""
@@ -50,19 +50,15 @@ class ForgottenCopies:
                 return found
         return []
 
-    def of(self, size_class: int, most: int, tenant: int) -> list[int]:
-        """Return up to so many of a size class, and of a tenant or (0) of any. The caller ends
-        them."""
-        found: list[int] = self._choose(size_class, tenant)[:most].tolist() if self else []
-        return found
-
-    def _choose(self, size_class: int, tenant: int) -> NDArray[np.intp]:
+    def of(self, size_class: int) -> NDArray[np.intp]:
+        """Return those of a size class. The caller may end some."""
+        if not len(self._rows):
+            return self._rows
         rows: NDArray[np.intp] = self._rows[self._are_there(self._rows)]
         self._rows = rows
-        rows = rows[np.frombuffer(self._catalog.columns(self._tier).segments, np.uint32)[rows] == size_class]
-        if tenant:
-            rows = rows[np.frombuffer(self._catalog.tenants, np.uint64)[rows] == tenant]
-        return rows
+        classes = np.frombuffer(self._catalog.columns(self._tier).segments, np.uint32)[rows]
+        found: NDArray[np.intp] = rows[classes == size_class]
+        return found
 
     def _are_there(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Whether each row still has its copy: it may be another block's, of this epoch."""

@@ -8,10 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from operator import itemgetter
 
-from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.copies import Offers
 from kvdisk.manager.parts import Parts
-from kvdisk.manager.requests import BlockKeys, RequestState
+from kvdisk.manager.requests import RequestState
 
 _POSITION_AND_GROUP = itemgetter(1, 0)
 
@@ -40,41 +39,33 @@ class GpuOffers:
         groups; not those that are not all on the GPU."""
         if len(self._geometry.groups) == 1:
             positions = sorted({at for _, at in places})
-            return self.of_group(0, request.keys[0], gpu_blocks[0], positions, request.tenant)
+            return self.of_group(request, 0, gpu_blocks[0], positions)
         by_group: dict[int, list[int]] = {}
         for group, at in sorted(set(places)):
             by_group.setdefault(group, []).append(at)
-        offers = Offers.joined(
-            [
-                self.of_group(group, request.keys[group], gpu_blocks[group], positions, request.tenant)
-                for group, positions in by_group.items()
-            ]
-        )
+        each = [self.of_group(request, group, gpu_blocks[group], positions) for group, positions in by_group.items()]
+        offers = Offers.joined(each)
         if len(by_group) > 1:
             at_of = {place: at for at, place in enumerate(zip(offers.groups, offers.positions, strict=True))}
             offers = offers.at([at_of[place] for place in self.in_order(at_of)])
         return offers
 
-    def of_group(
-        self, group: int, keys: BlockKeys, table: Sequence[int], positions: Sequence[int], tenant: int
-    ) -> Offers:
-        """Return blocks of one group, whose positions ascend; not those that are not all on the
-        GPU. ``keys``, ``table``: the group's."""
+    def of_group(self, request: RequestState, group: int, table: Sequence[int], positions: Sequence[int]) -> Offers:
+        """Return a request's blocks of one group, whose positions ascend; not those that are not
+        all on the GPU. ``table``: the group's."""
         blocks = self._gpu_blocks(group, table, positions)
         if not all(blocks):
             positions = list(compress(positions, blocks))
             blocks = list(filter(None, blocks))
-        count = len(blocks)
+        count, keys, tenant = len(blocks), request.keys[group], request.limits.tenant
         named = keys.of(positions), keys.before(positions), ()
         return Offers(*named, [group] * count, [tenant] * count, positions, blocks)
 
-    def named(
-        self, group: GroupGeometry, keys: BlockKeys, blocks: Sequence[int], positions: Sequence[int], tenant: int
-    ) -> Offers:
+    def named(self, request: RequestState, group: int, table: Sequence[int], positions: Sequence[int]) -> Offers:
         """Return blocks of one group, as ``of_group`` does, that nobody may hold on the GPU when
         they are stored, nor offers again."""
-        offers = self.of_group(group.group, keys, blocks, positions, tenant)
-        gpu_keys = list(map(keys.of_gpu, offers.positions))
+        offers = self.of_group(request, group, table, positions)
+        gpu_keys = list(map(request.keys[group].of_gpu, offers.positions))
         return offers._replace(positions=[-1] * len(gpu_keys), gpu_keys=gpu_keys)
 
     def cached(self, offers: Offers) -> list[int]:

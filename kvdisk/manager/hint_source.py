@@ -103,6 +103,7 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         self.exists = index is not None
         """Whether there was an index at the start."""
         self._answering = index
+        self._state = parts.state
         self._work = parts.work
         self._table: HintTable[WhatT] = HintTable()
         self._questions = Questions(parts, self._send, counter)
@@ -127,7 +128,7 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         """Ask for the missing blocks of one stretch, by group; return whether that was taken."""
 
     @abstractmethod
-    def _hear(self, key: BlockKey, answer: AnswerT, now: float) -> None:
+    def _hear(self, key: BlockKey, answer: AnswerT) -> None:
         """Take in what an answer says of a block that was asked for."""
 
     @property
@@ -146,20 +147,20 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
         """Whether the answer to a question is still to come."""
         return self._questions.is_asking(number) and self._is_asked
 
-    def absorb(self, now: float) -> None:
+    def absorb(self) -> None:
         """Take in the answers that have come, as far as the step allows it, ask for the rest, and
         forget hints that are too old."""
         if self._answering is None:
             return
         if answers := self._answering.poll():
-            self._questions.take_in(self._take_in(answer, now) for answer in answers)
+            self._questions.take_in(self._take_in(answer) for answer in answers)
         if not self._answering.any:
             self._questions.drop_waiting()
         if self.hints and not self._work.has(Kind.HINT_ENDS, self):
             self._work.add(Kind.HINT_ENDS, self, self._forget_old())
-        self._work.run(now, Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
+        self._work.run(Kind.ANSWERS, Kind.QUESTIONS, Kind.HINT_ENDS)
 
-    def _take_in(self, answer: AnswerT, now: float) -> Work:
+    def _take_in(self, answer: AnswerT) -> Work:
         question = self._questions.answered(answer.ticket)
         if question is None:
             return
@@ -168,14 +169,14 @@ class HintSource(ABC, Generic[AnswerT, WhatT]):
             while start < len(keys):
                 some = keys[start : start + self._work.left(Kind.ANSWERS)]
                 for key in some:
-                    self._hear(key, answer, now)
+                    self._hear(key, answer)
                 start += len(some)
                 yield len(some)
         self._questions.ended(question, self.hints)
 
     def _forget_old(self) -> Work:
         while self.hints:
-            yield self._table.forget_older(self._work.now - self.hint_life_s, self._work.left(Kind.HINT_ENDS))
+            yield self._table.forget_older(self._state.now - self.hint_life_s, self._work.left(Kind.HINT_ENDS))
 
     def stop(self) -> None:
         """Ask no more, because this engine's weights are no longer those of the files."""

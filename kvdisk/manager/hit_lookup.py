@@ -72,7 +72,7 @@ class HitLookup:
             # has failed among these, so that there may never be room for another one.
             request.limit_loads(0)
         limit = self._limit_of(request, local_tokens, total_tokens)
-        self._hints.refresh(request, now)
+        self._hints.refresh(request)
         if self._is_answer_due(request, local_tokens, limit) and self._wait_or_give_up(request, now):
             self._hits.waits(request, now)  # at once: many may wait, and with each answer a hit may be longer
             return None

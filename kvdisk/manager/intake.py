@@ -25,7 +25,7 @@ _NONE = Offers()
 class Answer(NamedTuple):
     """What became of offers. ``record``: the job of those ``taken``, in the order of its moves;
     None: there is none. ``refused``: admission does not want them. ``unserved``: they got no slot;
-    ``beyond_share`` of them because their tenant has its share. ``is_writable``: False where the
+    ``beyond_share`` of them because of it. ``is_writable``: False where the
     tier takes no writes now."""
 
     record: JobRecord | None = None

@@ -54,8 +54,9 @@ class KVHints:
         self._tiers = tiers
         self._promotions = promotions
         self._standings = parts.standings
+        self._state = parts.state
         self._work = parts.work
-        self._log = QuietLog(lambda: parts.standings.now, logging.getLogger("kvdisk.manager"))
+        self._log = QuietLog(lambda: parts.state.now, logging.getLogger("kvdisk.manager"))
 
     def apply(self, request: RequestState, *, ended: bool) -> None:
         """Do what a request's hints say when it has come, or when it has ended: then what they keep
@@ -76,14 +77,14 @@ class KVHints:
                 self._work.add(Kind.KV_HINTS, self, kept)
             elif hint.action == DEMOTE and ended:
                 self._work.add(Kind.KV_HINTS, self, self._demote(prompt))
-        self._work.run(self._standings.now, Kind.KV_HINTS)
+        self._work.run(Kind.KV_HINTS)
 
-    def hold(self, keys: Sequence[BlockKey], seconds: float, now: float) -> None:
+    def hold(self, keys: Sequence[BlockKey], seconds: float) -> None:
         """Let blocks of the first tier stay for so long, with what they follow: a copy may only
         stay if what is before it does. As many as may stay yet, from the heads on; the others are
         left as they are."""
-        self.refresh(now)
-        catalog, end, going = self._catalog, now + seconds, dict[int, None]()
+        self.refresh()
+        catalog, end, going = self._catalog, self._state.now + seconds, dict[int, None]()
         for found in reversed(catalog.find_all(keys)):
             row = found
             while row != NONE and row not in going and not self._standings.stays_until(catalog.keys[row], end):
@@ -100,9 +101,8 @@ class KVHints:
             held.append(key)
         self._place(held, PINNED, seconds)
 
-    def refresh(self, now: float) -> None:
-        """Set the time, once a step, at which standings are over."""
-        self._standings.now = now
+    def refresh(self) -> None:
+        """Have standings end, once a step, that are over."""
         if self._standings.held and not self._work.has(Kind.STANDINGS):
             self._work.add(Kind.STANDINGS, self, self._end_standings())
         if self._standings.clipped:
@@ -116,7 +116,7 @@ class KVHints:
 
     def _end_standings(self) -> Work:
         while self._standings.held:
-            ended = self._standings.take_ended(self._work.left(Kind.STANDINGS))
+            ended = self._standings.take_ended(self._state.now, self._work.left(Kind.STANDINGS))
             self._rank(ended)
             yield len(ended)
 
@@ -178,8 +178,9 @@ class KVHints:
                 yield len(some)
 
     def _place(self, keys: list[BlockKey], standing: int, seconds: float) -> None:
+        end_s = self._state.now + seconds
         for key in keys:
-            self._standings.set(key, standing, seconds)
+            self._standings.set(key, standing, end_s)
         self._rank(keys)
 
     def _rank(self, keys: list[BlockKey]) -> None:

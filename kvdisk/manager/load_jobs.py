@@ -273,7 +273,7 @@ class LoadJobs:
             each, number = group.gpu_blocks, group.group
             nothing, given = (0,) * each, iter(block_ids[number][first * each : stop * each])
             reads += [
-                Read(key, None, filled, number, at, tenant=request.tenant)
+                Read(key, None, filled, number, at, request=request)
                 for at, key, filled in zip(
                     range(first, stop),
                     request.keys[number][first:stop],
@@ -353,7 +353,7 @@ class LoadJobs:
         rest.rows[taken[gone]] = NONE
         rows, tiers = rest.rows[taken].tolist(), rest.tiers[taken].tolist()
         reads = [
-            Read(load.keys[at], None, gpu_blocks, group, position, row, tenant=load.request.tenant)
+            Read(load.keys[at], None, gpu_blocks, group, position, row, request=load.request)
             for at, gpu_blocks, group, position, row in zip(
                 taken.tolist(),
                 self._gpu_blocks(rest, taken),

@@ -84,8 +84,6 @@ class TierManager:
         self._heard_s = math.inf
         """When a job was last sent or answered, or a change of the index made or committed; at the
         start: not yet."""
-        self._noted_s = -1
-        """What ``note_time`` was told last."""
         self._longest_silence_s = bounds.SILENT_DEADLINES * parts.config.io_deadline_s
         self._arrivals = 0
         self._tiers = tiers
@@ -130,16 +128,16 @@ class TierManager:
         request_id: str,
         hashes: Sequence[bytes],
         prompt_tokens: int,
+        now: float,
         limits: RequestLimits = NO_LIMITS,
-        tenant: int = 0,
     ) -> None:
         """Follow a request from now on, and ask others for what is missing of its prompt.
 
-        ``hashes`` is the engine's growing list, read at each call. ``tenant``: the digest of its
-        salt (``kvdisk.salts``), 0: it has none.
+        ``hashes`` is the engine's growing list, read at each call.
         """
+        self._state.now = now
         self._arrivals += 1
-        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals, tenant)
+        request = RequestState(request_id, hashes, prompt_tokens, self._geometry, limits, self._arrivals)
         self._requests[request_id] = request
         request.update_keys()
         if request.limits.most_load_tokens != 0:
@@ -151,7 +149,8 @@ class TierManager:
         """Do what a new request's sender says of its blocks, now and when it has ended."""
         request = self._requests[request_id]
         request.kv_hints = kv_hints
-        self._kv_hints.refresh(now)
+        self._state.now = now
+        self._kv_hints.refresh()
         self._kv_hints.apply(request, ended=False)
 
     def prompt_changed(self, request_id: str, prompt_tokens: int) -> None:
@@ -184,6 +183,7 @@ class TierManager:
         The step's plan has what the store policy saves of them as ``Plan.urgent``. ``overwritten``:
         GPU blocks that the model runner writes to before the urgent jobs begin.
         """
+        self._state.now = now
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -212,6 +212,7 @@ class TierManager:
         if request.stale:  # vLLM: it asks for requests without computed tokens only; this one starts again
             request.stale = False
             self._stores.forget(request)
+        self._state.now = now
         self._history.note_time(now)
         return self._lookups.lookup(request, local_tokens, total_tokens, now)
 
@@ -267,6 +268,7 @@ class TierManager:
         when this step's forward pass is over, and ids that are final; and its block table by group:
         a block with id 0 is skipped.
         """
+        self._state.now = now
         self._history.note_time(now)
         requests = self._requests
         self._stores.plan([(requests[request_id], tokens, blocks) for request_id, tokens, blocks in computed], now)
@@ -274,6 +276,7 @@ class TierManager:
     def plan_states(self, request_id: str, states: Iterable[HandedState], now: float) -> None:
         """Offer the recurrent states of a request that the engine hands off in this step: there is
         no other way to find one. Call it after ``plan_stores`` of the step."""
+        self._state.now = now
         self._stores.plan_states(self._requests[request_id], states, now)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -281,12 +284,11 @@ class TierManager:
     def note_time(self, now_s: int) -> None:
         """Set the time, in seconds since the Unix epoch, for the uses and ages of blocks. Call it
         before lookups and before stores are planned: a step may be the first one for long."""
-        if now_s != self._noted_s:  # it is told some times in a step
-            self._noted_s = now_s
-            now_s = in_record_s(now_s)
-            self._ages.note_time(now_s)
+        if now_s != self._state.now_s:  # it is told some times in a step
+            self._state.now_s = in_record_s(now_s)
+            self._ages.note_time()
             for space in self._tiers:
-                space.note_time(now_s)
+                space.note_time(self._state.now_s)
 
     @uncollected
     def take_plan(
@@ -297,6 +299,7 @@ class TierManager:
         ``scheduled_tokens``: what the step computes, which may take as many GPU blocks; 0: nothing.
         ``overwritten``: see ``preempt``.
         """
+        self._state.now = now
         self._history.note_time(now)
         for space in self._tiers:
             self._state.released += space.refresh(now)
@@ -304,13 +307,13 @@ class TierManager:
             space.admission.note_room(*space.free_and_total)
         # A lower tier's room reaches the first one only through a demotion, which settles.
         self._state.released += self._tiers.first.is_searching
-        self._ages.look(now)
-        self._kv_hints.refresh(now)
-        self._hints.absorb(now)
+        self._ages.look()
+        self._kv_hints.refresh()
+        self._hints.absorb()
         self._tiers.first.make_room(now, self.blocks.wanted)
         for demotions in self._demotions:
             demotions.plan(now)
-        self._work.run(now)
+        self._work.run()
         self._state.read_awaited = False
         # A token takes a block at most in each group.
         self._state.taken_blocks += scheduled_tokens * len(self._geometry.groups)
@@ -330,9 +333,9 @@ class TierManager:
     def settle(self, report: Report, now: float, now_s: int) -> None:
         """Take in what the ranks finished. ``now_s``: seconds since the Unix epoch, for the index's
         records."""
-        now_s = in_record_s(now_s)
+        self._state.now = now
+        self.note_time(now_s)
         self.stats.merge(report.stats)
-        self._remote.note_time(now)
         ended = self._transfers.absorb(report)
         if report.results or report.released or report.copied:
             self._heard_s = now
@@ -340,7 +343,7 @@ class TierManager:
             if record.job.kind is JobKind.STORE and not record.by_key:
                 self._stores.sources.end(record)
         for record in ended.settled:
-            self._settlement.settle(record, now, now_s)
+            self._settlement.settle(record, now)
             if record.by_key:
                 self.blocks.fetches.forget_failed(record)
         for record in ended.released:
@@ -349,7 +352,7 @@ class TierManager:
             for space in self._tiers:
                 space.lose(report.removed)
         if report.remote_pause_s:
-            self._remote.pause(report.remote_pause_s, now)
+            self._remote.pause(report.remote_pause_s)
 
     def note_invalid_blocks(self, blocks: set[int], report: Report) -> None:
         """Take note of the GPU blocks of a step that no load has filled. Call it before ``settle``
@@ -440,13 +443,15 @@ class TierManager:
 
     def hold(self, keys: Sequence[BlockKey], seconds: float, now: float) -> None:
         """Let blocks stay for so long from now on, as a KV hint does that pins them."""
-        self._kv_hints.hold(keys, seconds, now)
+        self._state.now = now
+        self._kv_hints.hold(keys, seconds)
 
     @uncollected
     def hint_keys(self, prompt: Hinted, now: float, *, ended: bool) -> None:
         """Do what the sender of a prompt says of its blocks, which this follows by key alone, when
         it has come, or when it has ended."""
-        self._kv_hints.refresh(now)
+        self._state.now = now
+        self._kv_hints.refresh()
         self._kv_hints.place(prompt, ended=ended)
 
     def held(self) -> str:
@@ -492,18 +497,19 @@ class TierManager:
         Not for zombies, nor where jobs and commits have been silent for long: a drive or a file
         system that never answers must not keep an idle engine stepping.
         """
+        self._state.now = now
         tickets = [space.status.tickets for space in self._tiers]
         if tickets != self._heard_tickets:
             self._heard_tickets, self._heard_s = tickets, now
         silent = now - self._heard_s >= self._longest_silence_s
         return (
-            self._work.is_pending(now, silent=silent)
+            self._work.is_pending(silent=silent)
             or self._transfers.any_queued
             or (not silent and self.gauges.busy)
             or any(demotions.has_work(now, silent=silent) for demotions in self._demotions)
         )
 
-    def _may_send(self, _now: float) -> bool:
+    def _may_send(self) -> bool:
         """Whether the drive's backlog is written, or cannot be now: only then anything is sent to
         the remote store."""
         return self._state.is_identified and not any(

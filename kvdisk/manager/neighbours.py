@@ -38,7 +38,6 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
         self._geometry = parts.geometry
         self._transfers = parts.transfers
         self._stats = parts.stats
-        self._state = parts.state
         self._neighbours = neighbours
         self._rejected: OrderedDict[tuple[str, BlockKey, int], None] = OrderedDict()
         self._next_segment = FOREIGN_SEGMENTS
@@ -69,12 +68,12 @@ class NeighbourCopies(HintSource[Answer, ForeignCopy]):
         assert self._neighbours is not None
         return self._neighbours.ask(ticket, FILE_EPOCH, [key for keys in missing for key in keys])
 
-    def _hear(self, key: BlockKey, answer: Answer, now: float) -> None:
+    def _hear(self, key: BlockKey, answer: Answer) -> None:
         hinted = next((copy for copy in answer.copies.get(key, ()) if self._is_fit(key, copy)), None)
         if hinted is None:
             self._table.forget(key)
         else:
-            self._table.put(key, hinted, now)
+            self._table.put(key, hinted, self._state.now)
 
     def _is_fit(self, key: BlockKey, copy: ForeignCopy) -> bool:
         groups, group = self._geometry.groups, group_of(key)

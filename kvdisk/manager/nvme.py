@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvdisk.blocks import BlockKey, Slot, Tier
 from kvdisk.device.uses import USES_RECORD, Uses, UsesRecords
 from kvdisk.geometry import segment_file_bytes
-from kvdisk.index.base import BlockRecord, IndexState, SegmentRecord
+from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.record_index import Index
 from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy
@@ -96,12 +96,10 @@ class NvmeSpace(TierSpace):
         """Slots that were ever taken, by size class: says which drive's turn it is."""
         self._budget = budget
         self._slots_per_block = parts.geometry.shard_count
+        self._step_state = parts.state
         self._is_identified = parts.state.is_identified
         """Whether it is known that its blocks are of this engine's weights: before that nobody sees
         them, and nothing is written."""
-        self.keeps_tenants = True
-        """Whether records say whose blocks they are: False where no digest would mean the same
-        after a restart."""
         self.capacity = layout.class_slots(parts.geometry)
         """Slots that each size class may have, where prompts are long."""
 
@@ -382,23 +380,10 @@ class NvmeSpace(TierSpace):
 
     # -- records ---------------------------------------------------------------------------------
 
-    def _record(self, rows: Sequence[int], now_s: int) -> None:
+    def _record(self, rows: Sequence[int]) -> None:
         """Queue the records of copies. A full queue costs only their life after a restart."""
         self.uses.begin(rows, [self._catalog.generations[row] for row in rows])
-        catalog = self._catalog
-        records = [
-            BlockRecord(
-                catalog.epochs[row],
-                catalog.keys[row],
-                slot,
-                catalog.generations[row],
-                catalog.parent(row),
-                catalog.stored_s[row] or now_s,
-                catalog.tenants[row] if self.keeps_tenants else 0,
-            )
-            for row, slot in zip(rows, catalog.columns(self.tier).slots(rows), strict=True)
-        ]
-        ticket = self._index.put(records) if records else None
+        ticket = self._index.put(self._catalog.records(rows, self.tier, self._step_state.now_s)) if rows else None
         if ticket is not None:
             self._ticket = ticket
 

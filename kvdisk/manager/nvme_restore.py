@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +62,7 @@ def restore_blocks(
         [Slot(int(columns.segments[row]), int(columns.indices[row])) for row in stale if fresh[row]],
     )
     if len(stale):
-        columns, groups, keys = _only(columns, kept), groups[kept], None if keys is None else keys[kept]
+        columns, groups, keys = columns.only(kept), groups[kept], None if keys is None else keys[kept]
     catalog.fill(Tier.NVME, columns, keys)
     uses.fill(columns.generations, known_uses)
     # What was stored or used last leaves last; within a second, a chain's tail (larger generation)
@@ -125,17 +124,3 @@ def _never_rising(uses: NDArray[np.uint32], parent_rows: Sequence[int]) -> NDArr
         np.maximum.at(found, ahead[on_way], found[on_way])
         ahead[on_way] = ahead[ahead[on_way]]
     return found
-
-
-def _only(columns: BlockColumns, kept: _Flags) -> BlockColumns:
-    return BlockColumns(
-        columns.epochs[kept],
-        list(compress(columns.keys, kept)),
-        columns.segments[kept],
-        columns.indices[kept],
-        columns.generations[kept],
-        b"".join(compress(columns.each_parent(), kept)),
-        columns.parent_bytes[kept],
-        columns.stored_s[kept],
-        columns.tenants[kept],
-    )

@@ -24,7 +24,8 @@ class StepState:
     ``taken_blocks``: how many GPU blocks the engine may have taken since free ones were last
     offered. ``read_awaited``: whether a scheduled request waits in this step for a prefetch.
     ``arriving``: keys of the epoch that are just being read into memory. ``generation``: the last
-    that was given to a copy. ``now_s``: seconds since the Unix epoch, as far as a step knows.
+    that was given to a copy. ``now``, ``now_s``: the one time of a step, in seconds, monotonic, and
+    since the Unix epoch as a record can hold it; ``TierManager`` and ``BlockJobs`` set them.
     ``fingerprint``: of the engine's namespace, or the one that is assumed until ``is_identified``:
     before that nothing that outlives the process is read or written.
     """
@@ -35,6 +36,7 @@ class StepState:
     read_awaited: bool = False
     arriving: set[BlockKey] = field(default_factory=set)
     generation: int = 0
+    now: float = 0.0
     now_s: int = 0
     fingerprint: bytes = b""
     is_identified: bool = True

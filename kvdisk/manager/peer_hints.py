@@ -18,14 +18,11 @@ from kvdisk.manager.requests import RequestState
 class PeerHints:
     """What others are thought to have, the nearest first: neighbours, then the remote store."""
 
-    def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies, state: StepState | None = None) -> None:
-        self._state = StepState() if state is None else state
+    def __init__(self, neighbours: NeighbourCopies, remote: RemoteCopies, state: StepState) -> None:
+        self._state = state
         self.neighbours = neighbours
         self.remote = remote
         self._sources = [source for source in (neighbours, remote) if source.exists]
-        self._asked: list[Asking] = []
-        """Those that were asked for since the last ``absorb``, which knows the time."""
-        self._now = 0.0
 
     @property
     def changes(self) -> int:
@@ -62,23 +59,22 @@ class PeerHints:
             nearer = self.neighbours.hints
         if tiers is None or self.remote.tier in tiers:
             self.remote.ask(request, nearer)
-        self._asked.append(request)
+        request.asked_s = self._state.now
 
     def renew(self, request: RequestState) -> None:
         """Ask again where the last question of a request that waits is long ago: hints are kept for
         a time only. One that was looked up since it came does not wait a second time."""
-        age_s = 0.0 if request.asked_s is None else self._now - request.asked_s
+        age_s = 0.0 if request.asked_s is None else self._state.now - request.asked_s
         if age_s > min(ASK_AGAIN_S, self.remote.hint_life_s / 2):
-            request.asked_s = self._now
             self.ask(request)
             if request.looked_up:
                 request.question = request.remote_question = 0
 
-    def refresh(self, request: RequestState, now: float) -> None:
+    def refresh(self, request: RequestState) -> None:
         """Take in answers before a request is looked up, and ask again where its question is long
         ago."""
         if self._sources:
-            self.absorb(now)
+            self.absorb()
             self.renew(request)
         request.looked_up = True
 
@@ -86,14 +82,10 @@ class PeerHints:
         """Whether an answer to a request's questions is still to come."""
         return any(source.is_asking(request) for source in self._sources)
 
-    def absorb(self, now: float) -> None:
+    def absorb(self) -> None:
         """Take in the answers that have come, and forget hints that are too old."""
-        self._now = now
-        for request in self._asked:
-            request.asked_s = now
-        self._asked.clear()
         for source in self._sources:
-            source.absorb(now)
+            source.absorb()
 
     def take(self, key: BlockKey, tiers: TierChoice = None) -> tuple[Tier, Slot, int] | None:
         """Return where a move can read a block as of one of some tiers, and its generation; None:

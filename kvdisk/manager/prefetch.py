@@ -61,7 +61,7 @@ class _Wanted:
             group, position = int(self._groups[self._at]), int(self._positions[self._at])
             keys = self._request.keys[group]
             parent = self._request.parent(group, position)
-            self._made.append(Read(keys[position], parent, tenant=self._request.tenant))
+            self._made.append(Read(keys[position], parent, request=self._request))
             self._at += 1
         return self._made[0]
 
@@ -125,7 +125,7 @@ class Promotions:
         self._lacks_room = False
         """Whether requests wait for room, which nothing else takes then."""
         for kind in (Kind.PREFETCH, Kind.ASKED):
-            self._work.open_when(kind, lambda _: not self._state.read_awaited)
+            self._work.open_when(kind, lambda: not self._state.read_awaited)
 
     # -- the queue -----------------------------------------------------------------------------
 
@@ -158,13 +158,7 @@ class Promotions:
             return True
         if len(self._asked) >= bounds.PREFETCHES:
             return False
-        hashes = request.hashes[: tokens // self._geometry.hash_tokens]
-        name = f"{request.request_id}, prefetch"
-        asked = RequestState(name, hashes, tokens + 1, self._geometry, tenant=request.tenant)
-        asked.update_keys()
-        asked.counted = [len(keys) for keys in asked.keys]  # their demand is the request's
-        asked.question, asked.remote_question = request.question, request.remote_question
-        self._asked[asked] = None
+        self._asked[request.beginning(f"{request.request_id}, prefetch", tokens)] = None
         self._read(Kind.ASKED, self._asked)
         return True
 

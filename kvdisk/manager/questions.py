@@ -89,7 +89,7 @@ class Questions:
         if len(self._open) < bounds.QUESTIONS:
             self._open.add(self._last_number)
             self._work.add(Kind.QUESTIONS, self, self._ask_on(Question(self._last_number, request, known)))
-            self._work.run(self._work.now, Kind.QUESTIONS)
+            self._work.run(Kind.QUESTIONS)
         return self._last_number
 
     def is_asking(self, number: int) -> bool:

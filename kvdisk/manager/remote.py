@@ -114,7 +114,6 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         self._catalog = parts.catalog
         self._transfers = parts.transfers
         self._stats = parts.stats
-        self._state = parts.state
         self._budget = budget
         self._index = index
         self.source = source
@@ -124,7 +123,6 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Blocks to send, and whether to write over what is there."""
         self._jobs: list[JobId] = []
         self._begin_moves: BeginMoves | None = None
-        self._now = 0.0
         self._paused_until_s = 0.0
         """Until when some rank leaves it alone."""
         self._is_doubted = False
@@ -143,7 +141,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
     def is_paused(self) -> bool | None:
         """Whether questions are left alone, or reads on some rank; None: there is no store."""
         index = self._index
-        return None if index is None else not index.any or self._now < self._paused_until_s
+        return None if index is None else not index.any or self._state.now < self._paused_until_s
 
     @property
     def usable_hints(self) -> Collection[BlockKey]:
@@ -157,20 +155,16 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Whether it may be read now."""
         return self._is_usable
 
-    def pause(self, seconds: float, now: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Some rank leaves it alone for so long from now on."""
-        self._paused_until_s = max(self._paused_until_s, now + seconds)
+        self._paused_until_s = max(self._paused_until_s, self._state.now + seconds)
         self._is_doubted = True
-        self._look(now)
+        self._look()
 
-    def note_time(self, now: float) -> None:
-        """Set the time, before jobs are settled."""
-        self._now = now
-
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         """Find out whether its hints can be used."""
         index, before = self._index, self._is_usable
-        may_try = now >= self._paused_until_s and not (self._is_doubted and self._reads)
+        may_try = self._state.now >= self._paused_until_s and not (self._is_doubted and self._reads)
         self._is_usable = index is not None and index.any and index.is_sound and may_try
         self._table.changes += self._is_usable is not before
 
@@ -214,21 +208,20 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Whether the answer to a request's question is still to come."""
         return self._is_asking(request.remote_question)
 
-    def absorb(self, now: float) -> None:
+    def absorb(self) -> None:
         """See ``HintSource``."""
-        self._now = now
-        self._look(now)
-        super().absorb(now)
+        self._look()
+        super().absorb()
 
-    def _hear(self, key: BlockKey, answer: RemoteAnswer, now: float) -> None:
+    def _hear(self, key: BlockKey, answer: RemoteAnswer) -> None:
         if key in answer.found:
-            self._hint(key, now)
+            self._hint(key)
         elif answer.is_whole:
             self._table.forget(key)
 
-    def _hint(self, key: BlockKey, now: float) -> None:
-        if self.bad.may_be_read(key, now):
-            self._table.put(key, None, now)
+    def _hint(self, key: BlockKey) -> None:
+        if self.bad.may_be_read(key, self._state.now):
+            self._table.put(key, None, self._state.now)
 
     def stop(self) -> None:
         """Neither ask it nor send there any more, because this engine's weights are no longer those
@@ -236,7 +229,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         super().stop()
         self._queue.clear()
         self._index = None
-        self._look(self._now)
+        self._look()
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -250,7 +243,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
     def begin_reads(self, count: int) -> None:
         """So many blocks are about to be read. ``loaded`` follows for each."""
         self._reads += count
-        self._look(self._now)
+        self._look()
 
     def loaded(self, move: Move, reason: Reason | None) -> None:
         """End the read of a block."""
@@ -259,12 +252,12 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             self.bad.note_sound(move.key)
         if reason in _BAD:
             self._stats.add("remote_rejects")
-            self.bad.note(move.key, self._now)
+            self.bad.note(move.key, self._state.now)
         if reason in _BAD or reason is Reason.ABSENT:
             self._table.forget(move.key)
         if reason in _ANSWERS:
             self._is_doubted = False
-        self._look(self._now)
+        self._look()
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -288,7 +281,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
         """Plan jobs that send what is queued, as the budget allows it: a rate goes on by itself."""
         while self._queue:
             self._jobs = [job_id for job_id in self._jobs if job_id in self._transfers]
-            may_send = self._budget is None or self._budget.refresh(self._work.now)
+            may_send = self._budget is None or self._budget.refresh(self._state.now)
             if len(self._jobs) >= bounds.JOBS or not may_send:
                 yield 0
                 continue
@@ -323,7 +316,7 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             keys.append(self._queue.popitem(last=False)[0])
         return keys, is_over
 
-    def sent(self, record: JobRecord, now: float) -> None:
+    def sent(self, record: JobRecord) -> None:
         """Note what a settled job has sent there."""
         moves = record.job.moves
         self._stats.add("sent_blocks", len(moves) - len(record.failed))
@@ -331,4 +324,4 @@ class RemoteCopies(HintSource[RemoteAnswer, None]):
             if move.slots[self.tier] == BY_KEY_OVER:
                 self.bad.end_replacing(move.key, failed=at in record.failed)
             if at not in record.failed and self._index is not None and record.job.epoch == self._state.epoch:
-                self._hint(move.key, now)
+                self._hint(move.key)

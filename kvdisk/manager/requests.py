@@ -19,12 +19,14 @@ class RequestLimits(NamedTuple):
     """What a request's user allows, in tokens; None: no limit, 0: nothing.
 
     ``most_load_tokens`` beyond those that are on the GPU already; ``store_limit_tokens`` from the
-    prompt's start. ``load_tiers``: those that it may load from; None: all.
+    prompt's start. ``load_tiers``: those that it may load from; None: all. ``tenant``: the digest
+    of its salt (``kvdisk.salts``), whose share bounds what is stored; 0: it has none.
     """
 
     most_load_tokens: int | None = None
     store_limit_tokens: int | None = None
     load_tiers: frozenset[Tier] | None = None
+    tenant: int = 0
 
 
 NO_LIMITS = RequestLimits()
@@ -176,10 +178,9 @@ class RequestState:
 
     ``hashes``: the engine's own growing list of block hashes, one per ``hash_tokens``; read only.
     ``keys``: by group, of those that were there at the last ``update_keys``. ``arrival``: its
-    number in order of arrival; the manager does not keep at what time that was. ``tenant``: the
-    digest of its salt, 0: it has none. ``load_tiers``: those that it may load from; None: all.
-    ``stale``: what it has computed is of weights that are gone,
-    and nothing of it is stored; until it starts again.
+    number in order of arrival; the manager does not keep at what time that was. ``load_tiers``:
+    those that it may load from; None: all. ``stale``: what it has computed is of weights that are
+    gone, and nothing of it is stored; until it starts again.
     """
 
     request_id: str
@@ -188,7 +189,6 @@ class RequestState:
     geometry: Geometry
     limits: RequestLimits = NO_LIMITS
     arrival: int = 0
-    tenant: int = 0
     keys: tuple[BlockKeys, ...] = field(init=False)
     load_tiers: frozenset[Tier] | None = field(init=False)
     stale: bool = False
@@ -272,6 +272,16 @@ class RequestState:
         group."""
         if len(self.hashes) > len(self.known_hashes):
             self.known_hashes += self.hashes[len(self.known_hashes) :]
+
+    def beginning(self, name: str, tokens: int) -> RequestState:
+        """Return its prompt's first ``tokens`` as a request of its own, whose blocks are counted
+        with this one's, and asked for by its questions."""
+        hashes = self.hashes[: tokens // self.geometry.hash_tokens]
+        begun = RequestState(name, hashes, tokens + 1, self.geometry, RequestLimits(tenant=self.limits.tenant))
+        begun.update_keys()
+        begun.counted = [len(keys) for keys in begun.keys]
+        begun.question, begun.remote_question = self.question, self.remote_question
+        return begun
 
     def parent(self, group: int, at: int) -> BlockKey | None:
         """Return the key that a block follows: the one before it in its group. A recurrent state

@@ -261,6 +261,13 @@ class ReuseHistory:
             self._learn()
         return origin
 
+    def count_state(self, key: BlockKey, before: int | None) -> int:
+        """A request wants a recurrent state. Return when it came; ``before``: that, if it is
+        known."""
+        visit = self.begin(0, 1, is_prompt=False, before=before)
+        self.count((key,), 0, 1, STATES, visit)
+        return visit.before
+
     def _scan_score_of(self, number: int, came: int, came_again: int, part: float) -> float:
         """Return the scan score of an origin after a part of a visit, by Page's test (CUSUM): it
         rises while new blocks come back more rarely than was learnt. The blocks of one visit come

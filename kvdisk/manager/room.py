@@ -17,6 +17,9 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvdisk.blocks import BlockKey, Slot, Tier, group_of
 from kvdisk.manager import bounds
 from kvdisk.manager.admission import AdmissionPolicy, AdmitLearned, AdmitReused
@@ -26,7 +29,7 @@ from kvdisk.manager.eviction import TailFirst, make_eviction
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.pool import SlotPool
-from kvdisk.manager.shares import TenantShare
+from kvdisk.manager.shares import TenantBytes, TenantShare
 from kvdisk.manager.standings import PINNED
 
 
@@ -44,6 +47,7 @@ class TierStatus(NamedTuple):
 
 
 _ALWAYS = TierStatus()
+_NO_ROWS = np.zeros(0, np.intp)
 
 
 class Room(ABC):
@@ -89,6 +93,8 @@ class Room(ABC):
             for size_class in classes
         ]
         admission.watch(self._evictors)
+        self._tenant_bytes: TenantBytes | None = None
+        """None: nobody has asked yet."""
         self.share: TenantShare | None = None
         if parts.config.salt_share is not None:
             self.share = TenantShare(parts.config.salt_share, parts.catalog, parts.geometry, self._most_slots)
@@ -337,13 +343,19 @@ class Room(ABC):
         size_class = self._geometry.size_classes[group_of(self._catalog.keys[row])]
         return share is not None and tenant != 0 and share.left(size_class, tenant) <= 0
 
+    def bytes_by_tenant(self) -> dict[int, int]:
+        """Return the bytes of each tenant, by its digest."""
+        if self._tenant_bytes is None:
+            self._tenant_bytes = TenantBytes(self._catalog, self.tier, self._geometry)
+        return self._tenant_bytes.read()
+
     # -- who leaves --------------------------------------------------------------------------------
 
     def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0) -> int:
         """Evict up to ``count`` copies, of one tenant or (0) of any; return how many. All searches
         of one call share one bound."""
         dirty, searched = self.dirty, False
-        evicted = self._make_room_of_forgotten(size_class, count, tenant) if count > 0 else 0
+        evicted = self._end_forgotten(size_class, count, tenant) if count > 0 else 0
         while evicted < count:
             rows = self._victims(size_class, count - evicted, keep_dirty=keep_dirty, go_on=searched, tenant=tenant)
             searched = True
@@ -363,10 +375,22 @@ class Room(ABC):
             dirty.deferred[size_class].clear()  # it has room
         return evicted
 
-    def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:  # noqa: ARG002 - of memory
+    def _end_forgotten(self, size_class: int, count: int, tenant: int) -> int:
         """End up to ``count`` copies that a reset has left, of one tenant or (0) of any; return how
         many."""
-        return 0
+        rows = self._forgotten_rows(size_class)
+        if not len(rows):
+            return 0
+        if tenant:
+            rows = rows[np.frombuffer(self._catalog.tenants, np.uint64)[rows] == tenant]
+        ended: list[int] = rows[:count].tolist()
+        if ended:
+            self.end(ended)
+        return len(ended)
+
+    def _forgotten_rows(self, size_class: int) -> NDArray[np.intp]:  # noqa: ARG002 - of memory
+        """Return the copies of a size class that a reset has left: they go before all others."""
+        return _NO_ROWS
 
     def _victims(
         self, size_class: int, count: int, *, keep_dirty: bool, go_on: bool = False, tenant: int = 0

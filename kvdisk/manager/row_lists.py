@@ -11,8 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-_NO_LIST: Final = 255
-_NO_ROW: Final = -1
+NO_LIST: Final = 255
 GROWN_ROWS = 64
 """Rows that an array grows by at a time."""
 
@@ -36,7 +35,7 @@ class RowLists:
         self._reserve(max(rows, default=-1))
         olders, newers, number_of, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
         for row, number in zip(rows, numbers, strict=False):
-            assert number_of[row] == _NO_LIST, "inserted twice"
+            assert number_of[row] == NO_LIST, "inserted twice"
             older, place = olders[number], row + ends
             newers[older] = olders[number] = place
             olders[place], newers[place] = older, number
@@ -50,19 +49,19 @@ class RowLists:
             nothing = array("I", [0]) * (lacking + GROWN_ROWS)
             self._older += nothing
             self._newer += nothing
-            self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)
+            self._number_of += bytes([NO_LIST]) * (lacking + GROWN_ROWS)
 
     def remove(self, rows: Iterable[int]) -> None:
         """Take rows out of their lists; those that are in none are ignored."""
         olders, newers, numbers, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
         end = len(numbers)
         for row in rows:
-            number = numbers[row] if row < end else _NO_LIST
-            if number != _NO_LIST:
+            number = numbers[row] if row < end else NO_LIST
+            if number != NO_LIST:
                 older, newer = olders[row + ends], newers[row + ends]
                 newers[older], olders[newer] = newer, older
                 counts[number] -= 1
-                numbers[row] = _NO_LIST
+                numbers[row] = NO_LIST
 
     def move(self, rows: Iterable[int], numbers: Iterable[int]) -> None:
         """Make each row in turn the newest of another list, or of the same; those that are in none
@@ -70,8 +69,8 @@ class RowLists:
         olders, newers, number_of, counts, ends = self._older, self._newer, self._number_of, self.counts, self._ends
         end = len(number_of)
         for row, number in zip(rows, numbers, strict=True):
-            before = number_of[row] if row < end else _NO_LIST
-            if before == _NO_LIST:
+            before = number_of[row] if row < end else NO_LIST
+            if before == NO_LIST:
                 continue
             place = row + ends
             older, newer = olders[place], newers[place]
@@ -88,7 +87,7 @@ class RowLists:
         self._reserve(row)
         number = self._number_of[newer]
         olders, newers, place, newer = self._older, self._newer, row + self._ends, newer + self._ends
-        assert self._number_of[row] == _NO_LIST and number != _NO_LIST
+        assert self._number_of[row] == NO_LIST and number != NO_LIST
         older = olders[newer]
         newers[older] = olders[newer] = place
         olders[place], newers[place] = older, newer
@@ -98,7 +97,7 @@ class RowLists:
     def number_of(self, row: int) -> int:
         """Return the list that a row is in."""
         number = self._number_of[row]
-        assert number != _NO_LIST
+        assert number != NO_LIST
         return number
 
     def numbers_of(self, rows: Iterable[int]) -> list[int]:
@@ -108,15 +107,15 @@ class RowLists:
     def among(self, rows: Iterable[int]) -> list[int]:
         """Return those of some rows that are in a list; NONE is in none."""
         numbers, end = self._number_of, len(self._number_of)
-        return [row for row in rows if 0 <= row < end and numbers[row] != _NO_LIST]
+        return [row for row in rows if 0 <= row < end and numbers[row] != NO_LIST]
 
     def __contains__(self, row: int) -> bool:
-        return row < len(self._number_of) and self._number_of[row] != _NO_LIST
+        return row < len(self._number_of) and self._number_of[row] != NO_LIST
 
     def held(self, rows: Iterable[int]) -> list[int]:
         """Return those of some rows that are in any list."""
         number_of, end = self._number_of, len(self._number_of)
-        return [row for row in rows if row < end and number_of[row] != _NO_LIST]
+        return [row for row in rows if row < end and number_of[row] != NO_LIST]
 
     def oldest(self, number: int = 0) -> int:
         """Return the oldest row of a list; negative where it is empty."""
@@ -137,7 +136,7 @@ class RowLists:
         """Fill empty lists with rows, the oldest first. ``numbers``: the list of each."""
         assert sum(self.counts) == 0
         count = int(rows.max(initial=-1)) + 1
-        number_of = np.full(count, _NO_LIST, np.uint8)
+        number_of = np.full(count, NO_LIST, np.uint8)
         number_of[rows] = numbers
         older, newer = (np.arange(count + self._ends, dtype=np.uint32) for _ in range(2))
         for number in range(self._ends):
@@ -147,79 +146,3 @@ class RowLists:
             self.counts[number] = len(alike)
         self._number_of = bytearray(number_of)
         self._older, self._newer = array("I", older.tobytes()), array("I", newer.tobytes())
-
-
-class TenantLists:
-    """``RowLists`` with a list for each number and tenant. Rows of no tenant are left out.
-
-    ``tenants``: by row, 0: none; that of a row in a list stays as it is.
-    """
-
-    def __init__(self, tenants: Sequence[int]) -> None:
-        self.tenants = tenants
-        self._older, self._newer = array("i"), array("i")
-        self._number_of = bytearray()
-        self._ends: dict[tuple[int, int], tuple[int, int]] = {}
-        """By tenant and number, for each list that is not empty: its oldest and its newest row."""
-
-    def append(self, rows: Iterable[int], numbers: Iterable[int]) -> None:
-        """Make each row in turn the newest of a list of its tenant's."""
-        for row, number in zip(rows, numbers, strict=True):
-            tenant = self.tenants[row]
-            if tenant:
-                self._reserve(row)
-                assert self._number_of[row] == _NO_LIST, "inserted twice"
-                oldest, newest = self._ends.get((tenant, number), (row, _NO_ROW))
-                self._older[row], self._newer[row], self._number_of[row] = newest, _NO_ROW, number
-                if newest != _NO_ROW:
-                    self._newer[newest] = row
-                self._ends[tenant, number] = oldest, row
-
-    def insert_before(self, row: int, newer: int) -> None:
-        """Put a row of a tenant, which is in no list, before one that is in some of that
-        tenant's."""
-        self._reserve(row)
-        tenant, number, older = self.tenants[row], self._number_of[newer], self._older[newer]
-        assert self._number_of[row] == _NO_LIST and number != _NO_LIST
-        assert tenant and tenant == self.tenants[newer]
-        self._older[row], self._newer[row], self._number_of[row] = older, newer, number
-        self._older[newer] = row
-        if older != _NO_ROW:
-            self._newer[older] = row
-        else:
-            self._ends[tenant, number] = row, self._ends[tenant, number][1]
-
-    def remove(self, rows: Iterable[int]) -> None:
-        """Take rows out of their lists; those that are in none are ignored."""
-        olders, newers, numbers, end = self._older, self._newer, self._number_of, len(self._number_of)
-        for row in rows:
-            number = numbers[row] if row < end else _NO_LIST
-            if number == _NO_LIST:
-                continue
-            name, older, newer = (self.tenants[row], number), olders[row], newers[row]
-            oldest, newest = self._ends[name]
-            numbers[row] = _NO_LIST
-            if older != _NO_ROW:
-                newers[older] = newer
-            if newer != _NO_ROW:
-                olders[newer] = older
-            if oldest == newest:
-                del self._ends[name]
-            else:
-                self._ends[name] = newer if row == oldest else oldest, older if row == newest else newest
-
-    def oldest(self, tenant: int, number: int) -> int:
-        """Return the oldest row of a list; negative where it is empty."""
-        return self._ends.get((tenant, number), (_NO_ROW, _NO_ROW))[0]
-
-    def newer(self, row: int) -> int:
-        """Return the row after this one in its list; negative after the newest."""
-        return self._newer[row]
-
-    def _reserve(self, row: int) -> None:
-        """Have place for rows up to this one."""
-        lacking = row + 1 - len(self._number_of)
-        if lacking > 0:
-            for links in (self._older, self._newer):
-                links.extend(array("i", [_NO_ROW]) * (lacking + GROWN_ROWS))
-            self._number_of += bytes([_NO_LIST]) * (lacking + GROWN_ROWS)

@@ -44,36 +44,36 @@ class Settlement:
         self._loads = loads
         self._copies = copies
 
-    def settle(self, record: JobRecord, now: float, now_s: int) -> None:
-        """End a job that every rank has answered. ``now_s``: seconds since the Unix epoch."""
+    def settle(self, record: JobRecord, now: float) -> None:
+        """End a job that every rank has answered."""
         if record.job.moves and record.sent_s is not None:
             self._stats.observe(_SECONDS[record.job.kind], max(0.0, now - record.sent_s))
         self._state.released += 1
-        self._end(record, now, now_s)
+        self._end(record, now)
 
     def cancel(self, record: JobRecord) -> None:
         """End a job that no worker has seen: every move has failed, and the tiers learn nothing
         from it."""
         record.failed = dict.fromkeys(range(len(record.details)), Reason.CANCELLED)
-        self._end(record, 0.0, 0)
+        self._end(record, 0.0)
 
-    def _end(self, record: JobRecord, now: float, now_s: int) -> None:
+    def _end(self, record: JobRecord, now: float) -> None:
         for space in self._listening:
             space.on_settled(record, now)
         if record.job.kind in _WRITES:
-            self._end_write(record, now, now_s)
+            self._end_write(record, now)
         elif record.job.kind in _READS:
-            self._end_read(record, now, now_s)
+            self._end_read(record, now)
 
     # -- what was written ------------------------------------------------------------------------
 
-    def _end_write(self, record: JobRecord, now: float, now_s: int) -> None:
+    def _end_write(self, record: JobRecord, now: float) -> None:
         """End a store or a demotion: the copies that it wrote, which the next tier is offered, and
         its sources."""
         is_store = record.job.kind is JobKind.STORE
         if not is_store and self._remote.tier in record.job.moves[0].slots:
-            self._remote.sent(record, now)
-        for tier, rows in self._copies.end_targets(record, now_s).items():
+            self._remote.sent(record)
+        for tier, rows in self._copies.end_targets(record).items():
             self._stats.add("stored_blocks" if is_store else "demoted_blocks", len(rows))
             self._copies.offer_lower(rows[::-1], tier)
         self._copies.unpin_sources(record)
@@ -87,7 +87,7 @@ class Settlement:
 
     # -- what was read -----------------------------------------------------------------------------
 
-    def _end_read(self, record: JobRecord, now: float, now_s: int) -> None:
+    def _end_read(self, record: JobRecord, now: float) -> None:
         """End a load or a promotion: its sources, which were used or are bad, and the copies in
         memory it wrote."""
         if record.job.kind is JobKind.LOAD:
@@ -98,19 +98,19 @@ class Settlement:
                 self._stats.add("failed_loads", len(record.failed) - self._gone_from_others(record) - never_tried)
         self._copies.end_reads(record)
         arrived = [at for at, detail in enumerate(record.details) if detail.target is not None]
-        ready = self._end_arrivals(record, arrived, now_s) if arrived else 0
+        ready = self._end_arrivals(record, arrived) if arrived else 0
         if record.job.kind is JobKind.PROMOTE:
             failed = sum(reason is not Reason.CANCELLED for reason in record.failed.values())
             self._stats.add("prefetched_blocks", ready if self._tiers.arrival_tier is not None else 0)
             self._stats.add("failed_promotions", failed - self._gone_from_others(record))
 
-    def _end_arrivals(self, record: JobRecord, arrived: Sequence[int], now_s: int) -> int:
+    def _end_arrivals(self, record: JobRecord, arrived: Sequence[int]) -> int:
         """End the copies that a job left, or should have left, on the way of what it read. Return
         how many can be read now."""
         self._stats.add("promoted_blocks", len([at for at in arrived if at not in record.failed]))
         if record.job.epoch == self._state.epoch:
             self._state.arriving.difference_update([record.job.moves[at].key for at in arrived])
-        return sum(map(len, self._copies.end_targets(record, now_s).values()))
+        return sum(map(len, self._copies.end_targets(record).values()))
 
     def _gone_from_others(self, record: JobRecord) -> int:
         """Return how many of a job's moves failed because another engine's slot held something else

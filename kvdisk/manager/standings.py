@@ -22,8 +22,7 @@ _FEW_SECONDS: Final = 64
 
 
 class Standings:
-    """The standings of blocks, each until its second is over. ``now``: the time of this
-    step, in seconds, monotonic.
+    """The standings of blocks, each until its second is over; times are in seconds, monotonic.
 
     ``held``: standing and end of each block that has one. ``clipped``: whether more were to stay,
     or to have a standing, than may, since this was last set to False.
@@ -31,7 +30,6 @@ class Standings:
 
     def __init__(self) -> None:
         self.held: dict[BlockKey, tuple[int, int]] = {}
-        self.now = 0.0
         self.clipped = False
         self._ends: dict[int, dict[BlockKey, None]] = {}
         """The blocks by the second in which their standing ends."""
@@ -47,13 +45,13 @@ class Standings:
         """Whether a block stays at least until then."""
         return self.held.get(key, (DEMOTED, 0)) >= (PINNED, math.ceil(end))
 
-    def set(self, key: BlockKey, standing: int, seconds: float) -> None:
-        """Give a block a standing for so long from now on.
+    def set(self, key: BlockKey, standing: int, end_s: float) -> None:
+        """Give a block a standing until then.
 
         Of two that are to keep it, the stronger holds, and of equal ones the longer. DEMOTED ends
         both.
         """
-        end = math.ceil(self.now + seconds)
+        end = math.ceil(end_s)
         held = self.held.get(key)
         if held is not None:
             if standing != DEMOTED and held >= (standing, end):
@@ -86,10 +84,10 @@ class Standings:
         self.held, self._ends, self._seconds = {}, {}, []
         return forgotten
 
-    def take_ended(self, most: int) -> list[BlockKey]:
+    def take_ended(self, now: float, most: int) -> list[BlockKey]:
         """Return up to so many blocks whose standing has ended by now."""
         ended: list[BlockKey] = []
-        while self._seconds and self._seconds[0] <= self.now and len(ended) < most:
+        while self._seconds and self._seconds[0] <= now and len(ended) < most:
             keys = self._ends.get(self._seconds[0])
             if keys:
                 key, _ = keys.popitem()

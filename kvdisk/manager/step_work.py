@@ -102,11 +102,9 @@ class StepWork:
     """
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """The time of the last ``run``, in seconds, monotonic."""
         self._waiting: dict[Kind, dict[object, deque[Work]]] = {}
         """Of kinds of which work waits."""
-        self._gates: dict[Kind, Callable[[float], bool]] = {}
+        self._gates: dict[Kind, Callable[[], bool]] = {}
         self._resting: set[tuple[Kind, object]] = set()
         """Who can do nothing more in this step."""
         self._spent: dict[Kind, int] = {}
@@ -118,9 +116,8 @@ class StepWork:
 
     # -- what waits ----------------------------------------------------------------------------
 
-    def open_when(self, kind: Kind, is_open: Callable[[float], bool]) -> None:
-        """Let work of a kind wait, and an engine rest, while ``is_open`` returns False; it takes
-        the time."""
+    def open_when(self, kind: Kind, is_open: Callable[[], bool]) -> None:
+        """Let work of a kind wait, and an engine rest, while ``is_open`` returns False."""
         self._gates[kind] = is_open
 
     def add(self, kind: Kind, owner: object, work: Work, *, first: bool = False) -> None:
@@ -192,11 +189,10 @@ class StepWork:
 
     # -- doing it ------------------------------------------------------------------------------
 
-    def run(self, now: float, *kinds: Kind) -> None:
+    def run(self, *kinds: Kind) -> None:
         """Do what waits, of these kinds, in this order, or of all, as far as the budget goes."""
-        self.now = now
         for kind in (kinds or SHARES) if self._waiting else ():
-            if kind in self._waiting and self._is_open(kind, now):
+            if kind in self._waiting and self._is_open(kind):
                 for owner in tuple(self.owners(kind)):
                     if not self._go_on(kind, owner):
                         break
@@ -213,7 +209,7 @@ class StepWork:
     def _go_on(self, kind: Kind, owner: object) -> bool:
         """Do an owner's work; return whether there is more to do of this kind in this step."""
         while (of_owner := self._waiting.get(kind, {}).get(owner)) and (kind, owner) not in self._resting:
-            if self.left(kind) <= 0 or not self._is_open(kind, self.now):
+            if self.left(kind) <= 0 or not self._is_open(kind):
                 return False
             work = of_owner[0]
             looked = next(work, None)
@@ -227,14 +223,14 @@ class StepWork:
                 self._resting.add((kind, owner))
         return True
 
-    def _is_open(self, kind: Kind, now: float) -> bool:
+    def _is_open(self, kind: Kind) -> bool:
         gate = self._gates.get(kind)
-        return gate is None or gate(now)
+        return gate is None or gate()
 
-    def is_pending(self, now: float, *, silent: bool) -> bool:
+    def is_pending(self, *, silent: bool) -> bool:
         """Return whether an engine that rests makes steps for what waits. ``silent``: jobs and
         commits have been silent for long."""
         return any(
-            SHARES[kind].keeps_awake and (SHARES[kind].when_silent or not silent) and self._is_open(kind, now)
+            SHARES[kind].keeps_awake and (SHARES[kind].when_silent or not silent) and self._is_open(kind)
             for kind in self._waiting
         )

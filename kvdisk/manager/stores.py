@@ -8,7 +8,6 @@ them all. What finds no room is offered again after a back-off. Scheduler thread
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -27,6 +26,7 @@ from kvdisk.manager.jobs import JobRecord, StoreSources
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import BackOff, RequestState
+from kvdisk.manager.shares import FreeTenants
 from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -104,8 +104,7 @@ class StorePlanner:
         self._work.open_when(Kind.LEFT, self._may_store_left)
         self._wrong_up_to = 0
         """The last job of before the last reset."""
-        self._reached_by: OrderedDict[BlockKey, int] = OrderedDict()
-        """The tenants of blocks that may be offered when no request has them any more."""
+        self._free_tenants = FreeTenants(parts.catalog, parts.context)
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -152,11 +151,11 @@ class StorePlanner:
 
     def _may_join(self, due: _Due, others: Sequence[_Due], keys: Collection[BlockKey]) -> bool:
         """Whether a request's blocks may be offered with those of ``others``, which have ``keys``:
-        few, and none that another offers, too. Where tenants have shares one of them that has its
-        own would stand before the next."""
+        few, and none that another offers, too. Where there are shares who has all of theirs would
+        stand before the next."""
         return (
             len(keys) + len(due.offers.keys) <= _TOGETHER
-            and (self._target.share is None or all(due.request.tenant == other.request.tenant for other in others))
+            and (self._target.share is None or self._target.share.is_one(each.request for each in (due, *others)))
             and all(key not in keys for key in due.offers.keys)
         )
 
@@ -276,8 +275,8 @@ class StorePlanner:
         """Return the positions of those blocks of a group that the store policy offers now. Whose
         they are is remembered where they may be offered when no request has them any more."""
         keys, is_state = request.keys[group], self._geometry.groups[group].state_tokens is not None
-        if request.tenant and (is_state or not self._store_policy.offers_all):
-            self._note_tenant(keys[start:stop], request.tenant)
+        if is_state or not self._store_policy.offers_all:
+            self._free_tenants.note(request, keys, start, stop)
         if self._free_units is not None:
             self._free_units.reached(group, keys, start, stop)
         return self._store_policy.reached(request.request_id, keys, start, stop)
@@ -326,7 +325,7 @@ class StorePlanner:
                 self._demand.leave_state(request, keys[at])
                 if self._reach(request, group, at, at + 1):
                     left.append(FreeOffer(gpu_block, keys[at], request.parent(group, at)))
-        self.leave(self.store(self._free_offers(left, request.tenant), now).unserved)
+        self.leave(self.store(self._free_offers(left), now).unserved)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         tokens = self.allowed_tokens(request, computed_tokens)
@@ -413,8 +412,7 @@ class StorePlanner:
             for at, key, presence in zip(range(start, stop), keys, presences, strict=True)
             if presence == ABSENT and key not in waiting and at in positions
         ]
-        group = self._geometry.groups[rest.group]
-        offers = self._offers.named(group, of_group, rest.blocks, at_all, request.tenant)
+        offers = self._offers.named(request, rest.group, rest.blocks, at_all)
         offers = offers.at(self._offers.cached(offers))
         if offers.keys:
             self.store_or_leave(offers)
@@ -422,7 +420,7 @@ class StorePlanner:
     def store_or_leave(self, offers: Offers) -> None:
         """Offer blocks that no request offers any more. Those without room are left, and offered
         again once some may have come free."""
-        self.leave(self.store(offers, self._work.now).unserved)
+        self.leave(self.store(offers, self._state.now).unserved)
         self._left_at = self._state.released
 
     def leave(self, offers: Offers) -> None:
@@ -440,7 +438,7 @@ class StorePlanner:
             self._left_at, looked = self._state.released, len(left.keys)
             # One request may have left what another has left, too.
             cached = {left.keys[at]: at for at in self._offers.cached(left)}
-            unserved = self.store(left.at(list(cached.values())), self._work.now).unserved
+            unserved = self.store(left.at(list(cached.values())), self._state.now).unserved
             # What has an old copy there that is being dropped does not wait for room: a drive that
             # hangs may hold it for long, and no search would go on meanwhile.
             rows, states = self._catalog.find_all(unserved.keys), self._catalog.columns(self._target.tier).states
@@ -448,9 +446,11 @@ class StorePlanner:
             yield looked
             yield 0
 
-    def _may_store_left(self, now: float) -> bool:
+    def _may_store_left(self) -> bool:
         """Whether room may have come free for what was left."""
-        return (self._left_at < self._state.released or self._target.is_searching) and self._target.update_writable(now)
+        return (self._left_at < self._state.released or self._target.is_searching) and self._target.update_writable(
+            self._state.now
+        )
 
     def reset(self) -> None:
         """Forget what requests have left in the engine's cache: it may be wrong."""
@@ -523,9 +523,8 @@ class StorePlanner:
             if not self._target.is_searching:
                 self._free_back_off.refuse(self._state.released, now)
 
-    def _free_offers(self, found: Sequence[FreeOffer], tenant: int | None = None) -> Offers:
-        """Return the offers of blocks that are no request's now. ``tenant``: None: of each the one
-        that reached it, or that has what is before it."""
+    def _free_offers(self, found: Sequence[FreeOffer]) -> Offers:
+        """Return the offers of blocks that are no request's now."""
         keys, geometry = [each.key for each in found], self._geometry
         groups = groups_of(keys)
         parents = [self._parent_of_free(each, group) for each, group in zip(found, groups, strict=True)]
@@ -536,8 +535,8 @@ class StorePlanner:
             found_there = units.find(each.key) if is_unit and units is not None else ((), ())
             blocks.append(found_there[0] if is_unit else (each.block,))
             gpu_keys.append(found_there[1] if is_unit else (each.key,))
-        tenants = [tenant] * len(keys) if tenant is not None else list(map(self._tenant_of_free, keys, parents))
-        offers = Offers(keys, parents, (), groups, tenants, [-1] * len(keys), blocks, gpu_keys)
+        whose = self._free_tenants.of(keys, parents)
+        offers = Offers(keys, parents, (), groups, whose, [-1] * len(keys), blocks, gpu_keys)
         return offers if all(blocks) else offers.at([at for at, each in enumerate(blocks) if each])
 
     def _parent_of_free(self, offer: FreeOffer, group: int) -> BlockKey | None:
@@ -549,21 +548,6 @@ class StorePlanner:
         size = groups[group].block_tokens
         others = [other.group for other in self._geometry.beside(group) if size % other.block_tokens == 0]
         return make_block_key(offer.key[:-GROUP_BYTES], others[-1]) if others else parent
-
-    def _tenant_of_free(self, key: BlockKey, parent: BlockKey | None) -> int:
-        tenant = self._reached_by.get(key, 0)
-        if not tenant and parent is not None and (row := self._catalog.find(parent)) != NONE:
-            tenant = self._catalog.tenants[row]
-        return tenant
-
-    def _note_tenant(self, keys: Sequence[BlockKey], tenant: int) -> None:
-        """Remember whose blocks these are, for when they are free: as many as the engine has, and
-        as many again."""
-        for key in keys:
-            self._reached_by[key] = tenant
-            self._reached_by.move_to_end(key)
-        while len(self._reached_by) > 2 * self._context.block_count:
-            self._reached_by.popitem(last=False)
 
     def _offer_free_again(self, keys: Sequence[BlockKey]) -> None:
         """Have free blocks offered again, as soon as no back-off holds."""

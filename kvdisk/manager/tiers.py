@@ -91,11 +91,11 @@ class TierSpace(Room):
 
     # -- the life of copies ----------------------------------------------------------------------
 
-    def finish(self, rows: Sequence[int], now_s: int) -> list[int]:
+    def finish(self, rows: Sequence[int]) -> list[int]:
         """Copies were written on every rank. Return those that are READY: not those that were
         dropped meanwhile.
 
-        Of one chain the tail comes first. ``now_s``: seconds since the Unix epoch.
+        Of one chain the tail comes first.
         """
         states = self._catalog.columns(self.tier).states
         ready = [row for row in rows if states[row] != DROPPED]
@@ -106,10 +106,10 @@ class TierSpace(Room):
             self._evictors[size_class].insert(alike)
             for order in self._evictors if len(self._evictors) > 1 else ():
                 order.unlist(map(self._catalog.parent_rows.__getitem__, alike))
-        self._record(ready, now_s)
+        self._record(ready)
         return ready
 
-    def _record(self, rows: Sequence[int], now_s: int) -> None:
+    def _record(self, rows: Sequence[int]) -> None:
         """Keep copies that have become READY beyond this process."""
 
     def abandon(self, row: int, *, late: bool = False) -> None:
@@ -218,19 +218,16 @@ class MemorySpace(TierSpace):
             self.dirty.clear()
         self.discard(*self._forgotten.take_all())
         self._work.cancel(self, Kind.GONE)
-        self._work.add(Kind.GONE, self, self._end_forgotten())
+        self._work.add(Kind.GONE, self, self._end_all_forgotten())
 
-    def _end_forgotten(self) -> Work:
+    def _end_all_forgotten(self) -> Work:
         while rows := self._forgotten.next(self._work.left(Kind.GONE)):
             self.end(rows)
             self._step_state.released += 1
             yield len(rows)
 
-    def _make_room_of_forgotten(self, size_class: int, count: int, tenant: int) -> int:
-        rows = self._forgotten.of(size_class, count, tenant)
-        if rows:
-            self.end(rows)
-        return len(rows)
+    def _forgotten_rows(self, size_class: int) -> NDArray[np.intp]:
+        return self._forgotten.of(size_class)
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
         free, total = super()._free_and_total_bytes()

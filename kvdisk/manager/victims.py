@@ -164,7 +164,7 @@ class Victims:
             # At least as many as the engine may take in its next step.
             most = max(self._work.left(Kind.SAVES), self._context.step_blocks // group.gpu_blocks)
             start = max(0, end - most)
-            offers = self._offers.named(group, keys, blocks, positions[start:end], request.tenant)
+            offers = self._offers.named(request, group.group, blocks, positions[start:end])
             looked = max(1, len(offers.keys))
             offers = offers.at(self._offers.cached(offers))
             if offers.keys:

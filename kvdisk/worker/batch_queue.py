@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from kvdisk.blocks import JobId
 from kvdisk.worker.resources import Resources
-from kvdisk.worker.routes import Batch, Leg, Memory, Route, Staging, Work
+from kvdisk.worker.routes import Batch, Leg, Memory, Route, Staging
 
 MOST_READS = 4
 """Read batches at the device; what is no load starts only below half of it."""
@@ -92,12 +92,6 @@ class BatchQueue:
             free = self._free[batch.route.memory][batch.size_class]
             free.extend(batch.staging)
             free.sort()  # so that batches find neighbours
-
-    def late_of(self, work: Work) -> set[int]:
-        """Return the moves of a job that have failed, and that the device has not ended."""
-        return {
-            position for batch in self.under_way if batch.late and batch.work is work for position in batch.positions
-        }
 
     def _has_room(self, batch: Batch) -> bool:
         """Whether one more batch like this may be under way."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 from kvdisk.blocks import group_of
-from kvdisk.messages import JobKind, Reason
+from kvdisk.messages import Reason
 from kvdisk.worker.resources import Resources
-from kvdisk.worker.routes import NO_DRIVE, Batch, OpenFile, Route, Staging, Work, route_between, route_of
+from kvdisk.worker.routes import NO_DRIVE, Batch, OpenFile, Route, Staging, Work, route_of
 
 
 class BatchCutter:
@@ -55,10 +55,7 @@ class BatchCutter:
 
     def cut_by_host(self, batch: Batch, positions: list[int]) -> list[Batch]:
         """Return batches that load some moves of a direct batch through host memory."""
-        assert batch.route.source is not None
-        route = route_between(JobKind.LOAD, batch.route.source)
-        assert route is not None
-        return self._cut_lane(batch.work, route, batch.group, batch.drive, positions)
+        return self._cut_lane(batch.work, batch.route.by_host, batch.group, batch.drive, positions)
 
     def _cut_lane(self, work: Work, route: Route, group: int, drive: int, positions: list[int]) -> list[Batch]:
         """Return batches of one route, group and drive, in the order of their slots."""

@@ -139,6 +139,14 @@ class Route:
         assert self.memory is Staging.HOST and self.on_drive and not self.relays, self
         return Route(self.kind, _ON_GPU[self.kind], Staging.GPU, self.source, self.target)
 
+    @property
+    def by_host(self) -> Route:
+        """The same way through host memory, for a load through staging on the GPU."""
+        assert self.direct and self.source is not None, self
+        route = route_between(self.kind, self.source)
+        assert route is not None, self
+        return route
+
 
 _ON_GPU = {
     JobKind.LOAD: (Leg.READ, Leg.SUM, Leg.CHECK, Leg.SCATTER),
@@ -202,7 +210,8 @@ def route_of(kind: JobKind, move: Move) -> Route | None:
 class Work:
     """A job under way.
 
-    ``left``: moves that have not ended. ``after``: the model's work to wait for. ``deadline_s``: on
+    ``left``: moves that have not ended. ``late``: those of ``failed`` whose slots the device has
+    still. ``after``: the model's work to wait for. ``deadline_s``: on
     the mover's clock; what has not started then fails. ``urgent``: before all that is not;
     ``fenced``: what of it cannot start at once fails. ``copied``: it was reported that nothing of
     it reads the GPU any more.
@@ -213,6 +222,7 @@ class Work:
     deadline_s: float
     left: int = 0
     failed: dict[int, Reason] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
     urgent: bool = False
     fenced: bool = False
     copied: bool = False

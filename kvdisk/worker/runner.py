@@ -305,6 +305,7 @@ class Runner:
             if ended:
                 self._end_late(batch)
             else:
+                batch.work.late.update(failed)
                 self._fail(batch.work, failed)
             return False
         if ended:
@@ -352,7 +353,8 @@ class Runner:
     def _end_late(self, batch: Batch) -> None:
         """The device has ended a late batch: its slots are free to be used."""
         self._batches.end(batch)
-        if batch.work.left == 0 and not self._batches.late_of(batch.work):
+        batch.work.late.difference_update(batch.positions)
+        if batch.work.left == 0 and not batch.work.late:
             self._report.released[batch.work.job.id] = 1
 
     def _fail_unstarted(self, reason: Reason, wanted: Callable[[Work, Batch | None], object]) -> bool:
@@ -397,5 +399,4 @@ class Runner:
         """A job has ended: report it. What is late of it is released later."""
         self._note_copied(work)
         del self._works[work.job.id]
-        late = self._batches.late_of(work)
-        self._report.results[work.job.id] = JobResult(1, work.failed, late, 1 if late else 0)
+        self._report.results[work.job.id] = JobResult(1, work.failed, {*work.late}, 1 if work.late else 0)

@@ -80,7 +80,7 @@ def test_an_owner_that_evicts_under_a_reader_causes_a_miss(quick_path: Path) -> 
     two.step()  # it asks; the reader's process has only begun
 
     def known() -> object:
-        two.manager._hints.neighbours.absorb(two.now)
+        two.manager._hints.neighbours.absorb()
         return two.manager._hints.neighbours.hints
 
     until(known, "an answer")

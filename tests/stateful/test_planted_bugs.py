@@ -36,6 +36,7 @@ from kvdisk.manager.requests import BackOff, RequestState
 from kvdisk.manager.reuse import ReuseHistory
 from kvdisk.manager.room import Room
 from kvdisk.manager.settlement import Settlement
+from kvdisk.manager.shares import FreeTenants
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.store_policy import OnPreemption, Spillover
 from kvdisk.manager.stores import StorePlanner, _Due
@@ -242,11 +243,11 @@ def store_unwatched(planter: Planter) -> None:
 
 def forget_whose_long_loads_are(planter: Planter) -> None:
     lower_bounds(planter.patch)
-    planter.replace_in(StorePlanner, "_look_at", StorePlanner, "_note_tenant", lambda *_: None)
+    planter.replace_in(StorePlanner, "_look_at", FreeTenants, "note", lambda *_: None)
 
 
 def forget_whose_states_are(planter: Planter) -> None:
-    planter.replace_in(StorePlanner, "plan_states", StorePlanner, "_note_tenant", lambda *_: None)
+    planter.replace_in(StorePlanner, "plan_states", FreeTenants, "note", lambda *_: None)
 
 
 def read_parts_without_pins(planter: Planter) -> None:

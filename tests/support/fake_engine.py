@@ -170,8 +170,9 @@ class FakeEngine:
         request.load_tiers = load_tiers
         self.requests[request_id] = request
         self.waiting.append(request)
-        limits = RequestLimits(load_tiers=None if load_tiers is None else frozenset(load_tiers))
-        self.manager.new_request(request_id, request.hashes, len(prompt), limits, self.tenant_of(prompt))
+        tiers = None if load_tiers is None else frozenset(load_tiers)
+        limits = RequestLimits(load_tiers=tiers, tenant=self.tenant_of(prompt))
+        self.manager.new_request(request_id, request.hashes, len(prompt), self.now, limits)
         return request
 
     def abort(self, request: FakeRequest) -> None:

@@ -23,7 +23,7 @@ def jobs() -> BlockJobs:
     bench = TierBench([], [4], nvme_admission="learned")
     bench.idle()
     blocks: BlockJobs = bench.manager.blocks
-    blocks._target.admission.note_room(0, 4)
+    blocks.target.admission.note_room(0, 4)
     return blocks
 
 

@@ -132,7 +132,7 @@ def test_a_store_without_room_for_a_key_serves_and_tells_tenants_apart(path, mon
 
     monkeypatch.setattr("kvdisk.device.store.write_salt_key", full)
     parts = start(path)
-    assert not parts.salts.is_kept and parts.nvme is not None and not parts.nvme.keeps_tenants
+    assert not parts.salts.is_kept and parts.nvme is not None and not parts.nvme._catalog.keeps_tenants
     assert parts.salts.of(ACME) not in {0, parts.salts.of(OTHER)}
     end(parts)
 

@@ -70,7 +70,7 @@ def store(parts: Parts, nvme: NvmeSpace, numbers: range) -> None:
             for number in range(start, start + CHAIN)
         ]
         parts.catalog.begin(rows, Tier.NVME, slots)
-        nvme.finish(rows[::-1], 1000)
+        nvme.finish(rows[::-1])
         nvme.reached(rows[::-1])
 
 

@@ -32,7 +32,7 @@ def test_a_prompt_longer_than_the_tier_fills_it_with_its_head_in_all_groups(geom
         bench.step(step_tokens)
     bench.engine.pool.forget_all()
     hashes = [PROMPT[:end].encode() for end in range(2, len(PROMPT) + 1, 2)]
-    bench.manager.new_request("asks", hashes, len(PROMPT))
+    bench.manager.new_request("asks", hashes, len(PROMPT), bench.engine.now)
     assert bench.manager.lookup("asks", 0, len(PROMPT) + 1, bench.engine.now) == blocks * 2
 
 

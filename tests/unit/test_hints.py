@@ -9,6 +9,7 @@ import pytest
 from tier_bench import keys_of
 
 from kvdisk.blocks import Tier
+from kvdisk.manager.parts import StepState
 from kvdisk.manager.peer_hints import PeerHints
 
 (KEY,) = keys_of("aa")
@@ -29,7 +30,7 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
         exists=True,
     )
     remote = SimpleNamespace(hints={KEY} if far else {}, take=lambda: "far", tier=Tier.REMOTE, exists=True)
-    hints = PeerHints(neighbours, remote)
+    hints = PeerHints(neighbours, remote, StepState())
     assert hints.take(KEY) == source
     assert hints.tier_of(KEY) is (Tier.REMOTE if source == "far" else Tier.NVME)
 
@@ -40,6 +41,6 @@ def test_what_is_promised_by_one_is_read_from_it(near, usable, far, source):
 def test_of_two_that_have_a_block_one_is_read_that_may_be(tiers, source):
     neighbours = SimpleNamespace(hints={KEY}, usable_hints={KEY}, tier=Tier.NVME, take=lambda _: "near", exists=True)
     remote = SimpleNamespace(hints={KEY}, usable_hints={KEY}, take=lambda: "far", tier=Tier.REMOTE, exists=True)
-    hints = PeerHints(neighbours, remote)
+    hints = PeerHints(neighbours, remote, StepState())
     assert hints.take(KEY, tiers) == source
     assert bool(hints.usable_in(tiers)) == (source is not None)

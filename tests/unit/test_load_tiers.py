@@ -46,7 +46,7 @@ def test_which_tiers_a_list_names(said, tiers, caplog):
 def asked(bench: TierBench, tiers: frozenset[Tier] | None, name: str) -> int | None:
     """Return how many tokens of the prompt a request may load that names these tiers."""
     hashes = [PROMPT[:end].encode() for end in range(2, len(PROMPT) + 1, 2)]
-    bench.manager.new_request(name, hashes, len(PROMPT), RequestLimits(load_tiers=tiers))
+    bench.manager.new_request(name, hashes, len(PROMPT), bench.now, RequestLimits(load_tiers=tiers))
     return bench.manager.lookup(name, 0, len(PROMPT), bench.now)
 
 

@@ -39,7 +39,7 @@ def prompt_of(number: int, blocks: int = LENGTH // 2) -> str:
 def hit_of(bench: TierBench, prompt: str) -> int | None:
     """Return how many tokens of a prompt can be loaded."""
     hashes = [prompt[:end].encode() for end in range(2, len(prompt) + 1, 2)]
-    bench.manager.new_request("asks", hashes, len(prompt))
+    bench.manager.new_request("asks", hashes, len(prompt), bench.engine.now)
     return bench.manager.lookup("asks", 0, len(prompt) + 1, bench.engine.now)
 
 
@@ -173,7 +173,7 @@ def test_the_rest_of_a_long_prompt_is_used_in_steps_after_its_end(monkeypatch):
     assert not made
     before = sum(used)
     for _ in range(LENGTH):
-        bench.manager._work.run(bench.now)
+        bench.manager._work.run()
         bench.manager._work.end_step()
     assert before <= LENGTH // 4 and sum(used) >= LENGTH // 2
     assert max(used) <= 4
@@ -543,7 +543,7 @@ def test_what_is_read_ahead_for_a_long_prompt_is_found_in_steps(geometry, monkey
     monkeypatch.setattr(BlockKeys, "__getitem__", noted)
     for _ in range(8 * LENGTH):
         made = 0
-        bench.manager._work.run(bench.now, Kind.PREFETCH)
+        bench.manager._work.run(Kind.PREFETCH)
         bench.manager._work.end_step()
         each.append(made)
         bench.step(1)
@@ -577,7 +577,7 @@ def test_copies_that_a_load_has_found_bad_are_dropped_together(monkeypatch):
     bench.serve(prompt_of(0))
     rows = bench.rows(prompt_of(0))
     hashes = [prompt_of(0)[:end].encode() for end in range(2, LENGTH + 1, 2)]
-    bench.manager.new_request("asks", hashes, LENGTH)
+    bench.manager.new_request("asks", hashes, LENGTH, bench.now)
     assert bench.manager.lookup("asks", 0, LENGTH + 1, bench.now) == LENGTH
     bench.manager.plan_load("asks", 0, LENGTH, [list(range(1, LENGTH // 2 + 1))])
     (job,) = bench.manager.take_plan(bench.now, idle=True).jobs

@@ -63,7 +63,7 @@ def test_a_victim_is_read_ahead_before_those_that_came_later():
     for key in keys_of(PROMPTS[3]):
         queue.parts.cpu.discard(queue.parts.catalog.find(key))  # type: ignore[union-attr]
     queue.parts.manager.preempt([running.id], queue.engine.now)
-    queue.parts.manager._work.run(queue.engine.now, Kind.PREFETCH)
+    queue.parts.manager._work.run(Kind.PREFETCH)
     jobs = [job for job in queue.parts.transfers.take_queued(0.0) if job.kind is JobKind.PROMOTE]
     assert keys(jobs) == [keys_of(PROMPTS[3]), keys_of(PROMPTS[0])]
 

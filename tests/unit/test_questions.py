@@ -80,7 +80,6 @@ class Asker:
         neighbours_ = NeighbourCopies(self.parts, near)
         self.hints = PeerHints(neighbours_, RemoteCopies(self.parts, far, Tier.CPU, None), self.parts.state)
         self.looked_at = 0
-        self.now = 0.0
         presences = self.parts.catalog.presences
 
         def counted(keys: Sequence[BlockKey], tiers: Any = None) -> bytes:
@@ -97,12 +96,12 @@ class Asker:
         return request
 
     def step(self) -> None:
-        self.now += 0.01
+        self.parts.state.now += 0.01
         for index in (self.near, self.far):
             if isinstance(index, FakeNeighbours | FakeRemote):
                 index.answer()
-        self.hints.absorb(self.now)
-        self.parts.work.run(self.now)
+        self.hints.absorb()
+        self.parts.work.run()
         self.parts.work.end_step()
 
     def hit(self, request: RequestState) -> int:
@@ -184,19 +183,19 @@ def test_a_step_does_a_bounded_part_of_many_questions(kind):
         before, asker.looked_at = len(hints := _hints_of(asker, kind)), 0
         asker.step()
         for request in requests:
-            asker.hints.refresh(request, asker.now)
+            asker.hints.refresh(request)
         assert asker.looked_at <= most
         assert len(hints) - before <= 2 * (SHARES[Kind.ANSWERS].blocks + SPARE_BLOCKS)
         if not any(map(asker.hints.is_asking, requests)):
             break
         assert turn < 10 * MOST_STEPS
     assert len(_hints_of(asker, kind)) == 60 * blocks
-    asker.now += ASK_AGAIN_S + 1
+    asker.parts.state.now += ASK_AGAIN_S + 1
     for _ in range(3):
         asker.looked_at = 0
         asker.step()
         for request in requests:
-            asker.hints.refresh(request, asker.now)
+            asker.hints.refresh(request)
         assert asker.looked_at <= most
 
 

@@ -23,7 +23,7 @@ from kvdisk.index.lmdb_index import MIN_MAP_BYTES, LmdbIndex
 from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.kv_hints import ACTIONS
 from kvdisk.manager.requests import KVHint
-from kvdisk.manager.row_lists import TenantLists
+from kvdisk.manager.shares import TenantLists
 from kvdisk.manager.tiers import TierSpace
 
 HOT = ("ahhhh1", "ahhhh2", "ahhhh3")

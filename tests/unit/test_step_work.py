@@ -37,7 +37,7 @@ class Blocks:
     def step(self) -> list[tuple[str, int]]:
         """Return what a step looks at."""
         self.looked.clear()
-        self.step_work.run(0.0)
+        self.step_work.run()
         self.step_work.end_step()
         return list(self.looked)
 
@@ -119,7 +119,7 @@ def test_who_can_do_nothing_more_rests_until_the_next_step_and_holds_up_nobody(b
     blocks.add(Kind.QUESTIONS, "goes on", 5)
     assert blocks.step() == [("goes on", 5)]
     for _ in range(3):
-        blocks.step_work.run(0.0, Kind.QUESTIONS)
+        blocks.step_work.run(Kind.QUESTIONS)
     assert asked == [0, 1], "once in a step, however often that runs it"
     blocks.step_work.end_step()
     blocks.step()
@@ -151,13 +151,15 @@ def test_work_that_puts_other_work_before_itself_goes_on_behind_it(blocks: Block
 def test_an_engine_that_rests_makes_steps_for_what_they_bring_on(
     kind: Kind, is_open: bool, silent: bool, is_pending: bool, blocks: Blocks
 ) -> None:
-    blocks.step_work.open_when(kind, lambda now: is_open and now == 0.0)
-    assert not blocks.step_work.is_pending(0.0, silent=silent)
+    gate = [is_open]
+    blocks.step_work.open_when(kind, lambda: gate[0])
+    assert not blocks.step_work.is_pending(silent=silent)
     blocks.add(kind, "a", 5)
-    assert blocks.step_work.is_pending(0.0, silent=silent) is is_pending
+    assert blocks.step_work.is_pending(silent=silent) is is_pending
     assert bool(blocks.step()) is is_open
     blocks.add(kind, "a", 5)
-    assert not blocks.step_work.is_pending(1.0, silent=False), "its gate is asked with the time"
+    gate[0] = False
+    assert not blocks.step_work.is_pending(silent=False), "its gate is asked again"
 
 
 def test_the_budget_is_one_number() -> None:

@@ -43,6 +43,7 @@ class Copies:
         self.history = ReuseHistory({group_of(key_of(number)) for number in states})
         policy = make_eviction(eviction, self.catalog.keys, self.history)
         self.standings = Standings()
+        self.now = 0.0
         self.order = TailFirst(policy, self.catalog, Tier.CPU, self.history, self.standings, lambda: MOST_STAYING)
         self.parents = parents
         self.stored = 0
@@ -91,15 +92,15 @@ class Copies:
         """Give a block, and those before it in its chain, a standing."""
         rows = []
         while number >= 0:
-            self.standings.set(key_of(number), standing, seconds)
+            self.standings.set(key_of(number), standing, self.now + seconds)
             rows.append(self.catalog.find(key_of(number)))
             number = self.parents[number]
         self.order.standings.reorder([row for row in rows if row >= 0])
 
     def end_standings(self) -> None:
         """Let more than a second pass."""
-        self.standings.now += 2.0
-        ended = self.standings.take_ended(1024)
+        self.now += 2.0
+        ended = self.standings.take_ended(self.now, 1024)
         self.order.standings.reorder([row for row in self.catalog.find_all(ended) if row >= 0])
 
     def check_standings(self) -> None:
@@ -216,7 +217,7 @@ def test_a_state_of_another_size_leaves_and_lets_what_it_followed_leave(pinned):
     for number, (key, parent) in enumerate(zip(keys, (None, keys[0], None, keys[2]), strict=True)):
         (row,) = parts.catalog.add([key], [number + 1], 0, [parent])
         parts.catalog.begin((row,), Tier.CPU, space.allocate(number % 2, 1))
-        space.finish((row,), 0)
+        space.finish((row,))
     assert not space.allocate(0, 1), "the states follow"
     assert len(space.allocate(1, 2)) == 2 and not any(order._stateless for order in space._evictors)
     assert len(space.allocate(0, 2)) == 2
@@ -380,7 +381,7 @@ def test_a_row_is_a_tail_again_whatever_way_its_follower_goes(eviction, way):
     head, tail = catalog.add([key_of(0), key_of(1)], [1, 2], 0, [None, key_of(0)])
     slots = sorted(nvme.pool.allocate(0, 2))
     catalog.begin((head, tail), Tier.NVME, slots)
-    nvme.finish((head,) if way == "abandoned" else (tail, head), 1)
+    nvme.finish((head,) if way == "abandoned" else (tail, head))
     everything = catalog.evictable_in(Tier.NVME)
     assert order.victims(1, lambda row: row == head) == [] == list(order._policy.proposals())[1:]
     if way == "evicted":

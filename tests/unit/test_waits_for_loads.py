@@ -25,7 +25,7 @@ def test_of_two_loads_that_hang_a_request_waits_for_each_once():
         loader_of=lambda _: loader[0],
     )
     hashes = [PROMPT[:end].encode() for end in range(2, len(PROMPT) + 1, 2)]
-    bench.manager.new_request("waits", hashes, len(PROMPT))
+    bench.manager.new_request("waits", hashes, len(PROMPT), bench.now)
     wait_s = bench.parts.manager._lookups._config.lookup_wait_s
     answers = []
     for turn in range(8):

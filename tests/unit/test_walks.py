@@ -51,7 +51,7 @@ def test_demotions_take_from_a_long_backlog_no_more_than_they_move():
     for number, slot in enumerate(cpu.pool.allocate(0, MANY)):
         rows += catalog.add([BlockKey(number.to_bytes(32, "big") + bytes(2))], [number + 1], 0, [None])
         catalog.begin((rows[-1],), Tier.CPU, (slot,))
-    cpu.finish(rows, 0)
+    cpu.finish(rows)
     cpu.offer(rows)
     assert dirty.total == MANY
     bench.parts.transfers.add(JobKind.DEMOTE, [], [])  # as if between two other tiers
@@ -67,7 +67,7 @@ def test_reading_ahead_looks_at_the_head_of_the_line():
         bench.engine.add(f"request {number}", f"{number:05}", 0)
     promotions = bench.manager._promotions
     assert isinstance(promotions._waiting, OrderedDict), "of a plain dict the first is found by passing over all"
-    assert calls_of(lambda: bench.manager._work.run(bench.engine.now, Kind.PREFETCH)) < MANY
+    assert calls_of(lambda: bench.manager._work.run(Kind.PREFETCH)) < MANY
     assert len(promotions._waiting) < MANY, "those of whom nothing is to be read ahead have left the line"
     victim = bench.manager._requests[f"request {MANY - 1}"]
     assert calls_of(lambda: promotions.enqueue(victim, first=True)) < MANY // 10, "to the head of the line at no cost"

@@ -54,7 +54,7 @@ class Engine:
         hashes, count = request.hashes, len(request.hashes)
         # A token follows the last block: one is always left to compute, and all blocks may hit.
         prompt_tokens = count * self._block_tokens
-        manager.new_request(request_id, hashes, prompt_tokens + 1)
+        manager.new_request(request_id, hashes, prompt_tokens + 1, self._now)
         keys = make_block_keys(hashes, 0) if pool.caches else []
         blocks = pool.hit(keys)
         local = len(blocks)
