@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Yield the frames of who called this, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+    """Yield the frames of who called this, the innermost first; but for the one that asks for them:
+    its variables would hold itself, and with it all callers' until garbage is collected."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back
