@@ -77,6 +77,11 @@ class NoThread(DeviceError):
         return type(self), ()
 
 
+class NumberTaken(DeviceError):
+    """Another container has a process of this one's number, which has the same index open. LMDB
+    knows its readers by their numbers, so a process of another one has to open it."""
+
+
 @contextmanager
 def thread_errors() -> Iterator[None]:
     """Turn Python's error where a thread cannot be started in the body into NoThread."""

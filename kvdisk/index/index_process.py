@@ -14,12 +14,14 @@ from collections.abc import Generator
 from typing import Any
 
 from kvdisk.child import ChildProcess
-from kvdisk.errors import DeviceError, KvdiskError
+from kvdisk.errors import DeviceError, KvdiskError, NumberTaken
 
 MAIN = "kvdisk.index.child_main"
 """The module whose ``main`` the process runs. It alone imports LMDB."""
 START_S = 120.0
 """Seconds that the process may take to start, on a machine that may be busy."""
+_MOST_NUMBERS = 16
+"""Processes that are tried one after the other where their numbers are taken."""
 _DAMAGED = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT})
 
 
@@ -67,7 +69,19 @@ class IndexProcess:
 
     def parts(self, timeout_s: float, *question: Any) -> Generator[Any]:
         """Yield the parts of an answer as they come, each within ``timeout_s``. A caller that does
-        not take all parts ends the process."""
+        not take all parts ends the process. One whose number is taken cannot open an index, so
+        another one is asked."""
+        for tries_left in reversed(range(_MOST_NUMBERS)):
+            try:
+                yield from self._parts(timeout_s, question)
+            except NumberTaken:
+                self.stop()
+                if not tries_left:
+                    raise
+            else:
+                return
+
+    def _parts(self, timeout_s: float, question: tuple[Any, ...]) -> Generator[Any]:
         pipe = (self._child or self._start()).pipe
         more = True
         try:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import lmdb
 
-from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, StoreLocked
+from kvdisk.errors import CorruptRecord, DeviceError, KvdiskError, NumberTaken, StoreLocked
 from kvdisk.index.map_size import MAX_TRANSACTION, RESERVE_UNITS, STEP_BYTES, planned_bytes
 from kvdisk.index.packed import Operation, Packed, Table
 
@@ -61,7 +61,7 @@ class LmdbTables:
     checked: whoever may rename a directory above could have put another in its place.
 
     Raises StoreLocked where another owner does not let go, CorruptRecord where the files are no
-    index, DeviceError where the system refuses, or the directory is another user's.
+    index, NumberTaken, DeviceError where the system refuses, or the directory is another user's.
     """
 
     def __init__(
@@ -87,6 +87,9 @@ class LmdbTables:
                 if not is_wanted():
                     raise StoreLocked(f"index {path}: nobody wants it any more")
                 self._open()
+            except lmdb.LockError as error:
+                self._let_go()
+                raise NumberTaken(errno.EAGAIN, f"index {path}: process number {os.getpid()} reads it") from error
             except BaseException:
                 self._let_go()
                 raise
@@ -304,8 +307,12 @@ def _open_environment(map_bytes: int, readonly: bool) -> lmdb.Environment:
         raise FileNotFoundError(errno.ENOENT, "no index")
     as_the_owner_made_it = 0
     if _is_file(Path("lock.mdb")):  # LMDB would make one; an owner's is there before its data file
-        with suppress(lmdb.Error):
+        try:
             return opened(as_the_owner_made_it, readonly=True)
+        except lmdb.LockError:  # others have it open, so its owner may write
+            raise
+        except lmdb.Error:
+            pass
     return opened(as_the_owner_made_it, readonly=True, lock=False)
 
 

@@ -14,15 +14,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support import dying_index
+from support import dying_index, namesake_index
 from support.index_conformance import found_blocks, key_of, put_all, record_of
 from support.waits import WAIT_S, lives, until
 
-from kvdisk.errors import CorruptRecord, DeviceError
+from kvdisk.errors import CorruptRecord, DeviceError, NumberTaken
 from kvdisk.index import lmdb_index
 from kvdisk.index.base import IndexState, SegmentRecord
 from kvdisk.index.index_process import IndexProcess
 from kvdisk.index.lmdb_index import LmdbIndex, TablesProcess
+from kvdisk.index.reader_process import ReaderProcess
 
 MAP_BYTES = 8 << 20
 ONLY_WHEN_TOLD_S = 3600.0
@@ -248,3 +249,44 @@ def test_an_answer_that_is_not_taken_whole_ends_the_process(index):
     next(parts)
     parts.close()
     assert child.pid is None
+
+
+def meet_namesakes(path, count):
+    """Have so many processes find that their numbers are taken, one after the other."""
+    (path.parent / namesake_index.NAMESAKES).mkdir(exist_ok=True)
+    for number in range(count):
+        (path.parent / namesake_index.NAMESAKES / str(number)).touch()
+
+
+def test_an_owner_opens_an_index_that_a_process_of_its_number_reads_in_another_container(index, path, monkeypatch):
+    index.close()
+    meet_namesakes(path, 2)
+    monkeypatch.setattr(lmdb_index, "TablesProcess", partial(TablesProcess, main=namesake_index.__name__))
+    again = opened(path)
+    assert sorted(found_blocks(again)) == sorted((0, key_of(at)) for at in range(COUNT))
+    again.close()
+
+
+def test_a_reader_whose_number_is_taken_in_another_container_does_not_read_without_a_lock(index, path):
+    child = ReaderProcess(namesake_index.__name__)
+    for read in (lambda: len(child.read(path).segments), lambda: len(child.find("1", path, 0, [key_of(0)], WAIT_S))):
+        meet_namesakes(path, 2)
+        child.stop()
+        child._start()
+        first = child.pid
+        assert read()
+        assert child.pid != first, "it would read what the owner writes over"
+    child.stop()
+    index.close()
+
+
+def test_a_process_whose_number_is_taken_is_replaced_a_few_times_only(index, path):
+    index.close()
+    meet_namesakes(path, 100)
+    with pytest.raises(NumberTaken):
+        TablesProcess(path, MAP_BYTES, main=namesake_index.__name__)
+    child = ReaderProcess(namesake_index.__name__)
+    with pytest.raises(CorruptRecord, match="process number"):
+        child.read(path)
+    assert child.pid is None
+    assert len(list((path.parent / namesake_index.NAMESAKES).iterdir())) > 60
