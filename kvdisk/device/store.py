@@ -219,7 +219,8 @@ class Store:
         joint: JointCap | None = None,
     ) -> Home:
         """Take over the fullest unowned home that fits, or make a home. HOME then says *not clean*.
-        Where one is of an owner with this very cap, none is taken that would have to be cut.
+        Where one is of an owner with this very cap, none of another cap is taken that would have to
+        be cut.
 
         A home fits if all its drives are among the store's; further ones are added to it. Whether
         its index can be trusted is the next question: see ``Home``. Unowned homes go that are not
@@ -358,8 +359,9 @@ class Store:
             and serves(self.drives, home.record)
         ]
         if any(found[0] == cap_bytes for found in fit):
-            # What would be cut is of an engine with more room, which may start after this one.
-            fit = [found for found in fit if found[1] <= cap_bytes]
+            # What would be cut is of an engine with more room, which may start after this one; or
+            # of a start with this cap that did not come to cut it.
+            fit = [found for found in fit if found[0] == cap_bytes or found[1] <= cap_bytes]
         return max(fit, key=lambda found: found[1:3])[3] if fit else None
 
     def _make_room(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> None:

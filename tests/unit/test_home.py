@@ -146,6 +146,18 @@ def test_the_fullest_home_that_fits_is_taken_over(store, clock):
     home.close(clean=True)
 
 
+def test_a_home_that_a_start_did_not_come_to_cut_is_taken_over_by_the_next(store):
+    """As where it was killed, or could not read the index: HOME says the smaller cap by then."""
+    home = acquire(store)
+    put(home, 5 * MIB)
+    home.close(clean=True)
+    for _ in range(2):
+        home = store.acquire_home(MINE, GEOMETRY, 2 * MIB)
+        assert (home.segments_path / "0" / "rank0.kv").exists()
+        home.release()
+    assert ids(store) == {home.id}
+
+
 class Refusing:
     """Lets a home not be renamed, as overlayfs where it came with the image; or its HOME not be
     written."""
