@@ -279,6 +279,7 @@ def survey_store(
         store = _store_file(path)
         problems = [] if has_sound_store(path) else ["STORE is gone or damaged: the next start writes it anew"]
     problems += [f"{engine_store(home.id)}: {problem}" for home in homes for problem in home.problems]
+    problems += _left(read)
     columns, now_s = [home.blocks for home in read if home.blocks is not None], int(time.time())
     return Survey(
         surveyed_s=now_s,
@@ -292,6 +293,18 @@ def survey_store(
         namespaces=tuple(_survey_namespace(one, homes, most, shared_only) for one in groups if one.record),
         engine_stores=homes,
     )
+
+
+def _left(homes: Iterable[ReadHome]) -> list[str]:
+    """Say which engine stores a running engine could not take over at its start."""
+    records = [(each.summary.id, each.summary.alive, each.summary.record) for each in homes]
+    return [
+        f"{engine_store(left)}: the engine of {engine_store(owner)} could not take it over, and leaves it until the "
+        "next start; its log says why"
+        for owner, alive, record in records
+        for left, _, other in records
+        if alive and record and other and not record.leaves.isdisjoint({left, other.lineage})
+    ]
 
 
 def _store_file(path: Path) -> StoreFile:

@@ -280,6 +280,17 @@ def test_a_store_file_that_is_damaged_or_gone_is_a_problem_that_the_next_start_m
     assert survey_store(path).ok
 
 
+def test_an_engine_store_that_a_running_engine_has_left_is_a_problem_until_that_ends(path: Path) -> None:
+    left = leave_home(path, HYBRID, 1, last_use_s=2000)
+    assert survey_store(path).ok
+    how = {"except_ids": {left}}
+    owner = Store.open(path).acquire_home(HYBRID.fingerprint, HYBRID.description, CAP, **how)
+    (problem,) = survey_store(path).problems
+    assert problem.startswith(f"engine store {left[:8]}") and f"engine store {owner.id[:8]} could not" in problem
+    owner.close(clean=True)
+    assert survey_store(path).ok
+
+
 def test_records_that_no_segment_has(path: Path) -> None:
     home = Store.open(path).acquire_home(PLAIN.fingerprint, PLAIN.description, CAP)
     index = fill_home(home, PLAIN, 1)
