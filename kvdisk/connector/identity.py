@@ -25,9 +25,9 @@ from vllm.platforms import current_platform
 from kvdisk.connector.deployment import deployment_of, others_place_workers
 from kvdisk.connector.descriptions import group_descriptions, hash_chain, is_plain, model_module
 from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_without_file
-from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
+from kvdisk.connector.model_files import WITHOUT, drafter_load
 from kvdisk.connector.model_settings import settings_that_compute
-from kvdisk.connector.model_weights import WeightsDigest, loaded_of, weights_digest
+from kvdisk.connector.model_weights import WeightsDigest, has_parts_below, how_digest, loaded_of, weights_digest
 from kvdisk.connector.refusals import refuse_looking_ahead
 from kvdisk.connector.sizes import ranks_are_alike
 from kvdisk.connector.versions import vllm_minor_version
@@ -170,10 +170,8 @@ def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]
             facts["media"]["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
         if model.architecture.startswith(_PROCESSED_BY_LENGTH):
             facts["media"]["limits"] = [model.max_model_len, repr(media.limit_per_prompt)]
-        folder = text_folder(str(model.model), model.revision)
-        if folder is None and not is_vouched:
-            folder = model_folder(model, vllm_config.load_config)
-        facts["media"]["files"] = None if folder is None else _processor_digest(folder)
+    if has_parts_below(model):
+        facts["files"] = how_digest(model, vllm_config.load_config, is_vouched=is_vouched)
     return facts | foreign_code(vllm_config, is_vouched=is_vouched)
 
 
@@ -358,11 +356,3 @@ def _drafter_facts(vllm_config: VllmConfig, digest: WeightsDigest) -> list[str] 
         return None
     drafter = speculative.draft_model_config
     return [speculative.method, str(drafter.quantization), digest(drafter, drafter_load(vllm_config))]
-
-
-def _processor_digest(folder: Path) -> str:
-    """Return a digest of the files that say how a model's images and sounds are processed."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*processor_config.json")):
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
-    return digest.hexdigest()

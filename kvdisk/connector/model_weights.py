@@ -8,14 +8,14 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm import envs
 
-from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder
+from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
 from kvdisk.connector.weights import Facts, WeightsChanged, facts, known_digest, read_early, sample_digest
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.identity import Identity, Named
@@ -33,17 +33,18 @@ _CONSOLIDATED_FIRST = frozenset({"auto", "mistral"})
 _OTHER_REPOSITORIES = ("audio_model_id", "text_model_id")
 """Of a model's configuration. vLLM: Ultravox has its language model's weights from another
 repository."""
+_SAY_HOW = frozenset((".json", ".model", ".mvn", ".py", ".tiktoken", ".txt", ".yaml", ".yml"))
+_SAY_WHAT_NEXT = frozenset(("chat_template.json", "generation_config.json"))
+"""Files that say which tokens are asked for, and nothing that is computed of given ones."""
 
 
 def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     """Return the files that a model's weights may be loaded from, and those that say which of them
     are, and how. Raises ConfigError where there are none."""
-    others = [getattr(model.hf_config, name, None) for name in _OTHER_REPOSITORIES]
     files = list[Path]()
-    for source in (model, *(_Source(name) for name in others if name)):
+    for source in (model, *_other_sources(model)):
         folder = model_folder(source, load)
-        # vLLM: models of several media have parts of them in directories of their own.
-        look = folder.rglob if model.multimodal_config is not None else folder.glob
+        look = folder.rglob if has_parts_below(model) else folder.glob
         found = sorted(look("*.safetensors"))
         if not found or str(load.load_format) not in _SAFETENSORS_FIRST:
             found += sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in look(kind))
@@ -67,12 +68,54 @@ def loaded_of(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
     return found
 
 
+def has_parts_below(model: ModelConfig) -> bool:
+    """Return whether vLLM may read more of a model than its configuration and what weights are
+    beside it: models of several media have encoders in directories of their own, and those that
+    pool have adapters there, as Jina's, which are merged into the weights."""
+    return model.multimodal_config is not None or model.pooler_config is not None
+
+
+def how_digest(model: ModelConfig, load: LoadConfig, *, is_vouched: bool) -> str:
+    """Return a digest of all files of such a model that may say how it is computed: how its images
+    are processed, and the configurations of its parts. ``is_vouched``: they need not be there.
+
+    Tokenizers count: Mistral's says how large an image is, and some models tokenize what stands
+    between the pictures of a video. Raises ConfigError.
+    """
+    digest = hashlib.sha256()
+    folders = [text_folder(str(source.model), source.revision) for source in (model, *_other_sources(model))]
+    if folders[0] is None and not is_vouched:
+        folders[0] = model_folder(model, load)
+    if model.tokenizer and model.tokenizer != model.model:
+        folders.append(text_folder(str(model.tokenizer), model.tokenizer_revision))
+    for number, folder in enumerate(folders):
+        for file in [] if folder is None else _how_files(folder):
+            try:
+                text = file.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"The NVMe tier needs files of the model that can be read: {error}.") from error
+            digest.update(f"{number}:{os.path.relpath(file, folder)}:{len(text)}:".encode() + text)
+    return digest.hexdigest()
+
+
+def _how_files(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)  # of who downloads them
+        if file.suffix in _SAY_HOW and file.name not in _SAY_WHAT_NEXT and not is_hidden and file.is_file():
+            yield file
+
+
 class _Source(NamedTuple):
     """Another repository that weights of a model come from: vLLM loads its main branch."""
 
     model: str
     model_weights: str = ""
     revision: str | None = None
+
+
+def _other_sources(model: ModelConfig) -> list[_Source]:
+    names = [getattr(model.hf_config, name, None) for name in _OTHER_REPOSITORIES]
+    return [_Source(name) for name in names if name]
 
 
 def weights_digest(model: ModelConfig, load: LoadConfig, seen: Sequence[Facts] | None = None) -> str:

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 from schedulers import vllm_config
 from test_start import PLAIN
-from vllm.config import LoadConfig, MultiModalConfig
+from vllm.config import LoadConfig, MultiModalConfig, PoolerConfig
 
 from kvdisk.connector.identity import fingerprint_of
 from kvdisk.connector.model_files import drafter_load, model_folder, text_folder
@@ -136,6 +136,45 @@ def test_processors_are_where_vllm_has_them_from(tiny_llama, tmp_path, hub):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize(
+    "kind", [{"multimodal_config": MultiModalConfig()}, {"pooler_config": PoolerConfig()}], ids=["media", "pooling"]
+)
+def test_all_files_that_may_say_how_a_model_is_computed_make_the_namespace(kind, tiny_llama, tmp_path):
+    """Of models of which vLLM reads more than the configuration: an encoder has one of its own, an
+    adapter has its factor there, and Mistral's tokenizer says how large images are."""
+    folder, text, other = (tmp_path / name for name in ("model", "text", "other"))
+    shutil.copytree(tiny_llama, folder)
+    (text / "sub").mkdir(parents=True)
+    other.mkdir()
+    config = vllm_config(folder)
+    for name, value in kind.items():
+        setattr(config.model_config, name, value)
+    config.model_config.hf_config.audio_model_id = str(text)
+    shutil.copy(next(tiny_llama.glob("*.safetensors")), text)
+    seen = [fingerprint_of(config, PLAIN)[0]]
+    for file in (".cache/of.json", "chat_template.json", "generation_config.json", "picture.png"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("{ }")
+        assert fingerprint_of(config, PLAIN)[0] == seen[0], file
+    for file in (
+        folder / "audio_tokenizer" / "config.json",
+        folder / "adapters" / "retrieval" / "adapter_config.json",
+        folder / "whisper" / "preprocessor_config.json",
+        folder / "tekken.json",
+        folder / "am.mvn",
+        text / "sub" / "preprocessor_config.json",
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for content in ("{}", '{"size": 1}'):
+            file.write_text(content)
+            seen.append(fingerprint_of(config, PLAIN)[0])
+    config.model_config.tokenizer = str(other)
+    for content in ("{}", '{"size": 1}'):
+        (other / "tekken.json").write_text(content)
+        seen.append(fingerprint_of(config, PLAIN)[0])
+    assert len(set(seen)) == len(seen)
+
+
 def test_all_files_that_may_be_loaded_are_weights(tmp_path):
     """By the format of loading, of each repository that a model has parts from, and below."""
     for name in (
@@ -151,12 +190,13 @@ def test_all_files_that_may_be_loaded_are_weights(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "text.safetensors").touch()
 
-    def found(load_format: str = "auto", *, media: bool = False, **of_model: str) -> list[str]:
+    def found(load_format: str = "auto", *, media: bool = False, pools: bool = False, **of_model: str) -> list[str]:
         model: Any = SimpleNamespace(
             model=str(tmp_path / "model"),
             model_weights="",
             revision=None,
             multimodal_config=MultiModalConfig() if media else None,
+            pooler_config=PoolerConfig() if pools else None,
             hf_config=SimpleNamespace(**of_model),
         )
         return [str(file.relative_to(tmp_path)) for file in weight_files(model, LoadConfig(load_format=load_format))]
@@ -164,5 +204,5 @@ def test_all_files_that_may_be_loaded_are_weights(tmp_path):
     how = ["model/hf_quant_config.json", "model/model.safetensors.index.json"]
     assert found() == ["model/model.safetensors", *how]
     assert found("pt") == ["model/model.safetensors", "model/model.bin", *how]
-    assert found(media=True) == ["model/model.safetensors", "model/sub/part.safetensors", *how]
+    assert found(media=True) == found(pools=True) == ["model/model.safetensors", "model/sub/part.safetensors", *how]
     assert found(text_model_id=str(tmp_path / "text")) == ["model/model.safetensors", *how, "text/text.safetensors"]
