@@ -27,8 +27,8 @@ from kvdisk.connector.descriptions import group_descriptions, hash_chain, is_pla
 from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_without_file
 from kvdisk.connector.model_files import WITHOUT, drafter_load
 from kvdisk.connector.model_settings import settings_that_compute
-from kvdisk.connector.model_weights import WeightsDigest, has_parts_below, how_digest, loaded_of, weights_digest
-from kvdisk.connector.refusals import refuse_looking_ahead
+from kvdisk.connector.model_weights import WeightsDigest, how_digest, loaded_of, reads_more, weights_digest
+from kvdisk.connector.refusals import refuse_answers, refuse_more_than_kv
 from kvdisk.connector.sizes import ranks_are_alike
 from kvdisk.connector.versions import vllm_minor_version
 from kvdisk.errors import ConfigError
@@ -170,8 +170,9 @@ def _model_facts(vllm_config: VllmConfig, *, is_vouched: bool) -> dict[str, Any]
             facts["media"]["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
         if model.architecture.startswith(_PROCESSED_BY_LENGTH):
             facts["media"]["limits"] = [model.max_model_len, repr(media.limit_per_prompt)]
-    if has_parts_below(model):
-        facts["files"] = how_digest(model, vllm_config.load_config, is_vouched=is_vouched)
+    if reads_more(model):
+        how = how_digest(model, vllm_config.load_config, is_vouched=is_vouched)
+        facts["files"] = [how, str(model.tokenizer_mode)]
     return facts | foreign_code(vllm_config, is_vouched=is_vouched)
 
 
@@ -230,7 +231,8 @@ def fingerprint_of_rows(
         fingerprint, description = b"", {"model": config.model.name, "kv_dtype": config.model.dtype, "facts": {}}
     else:
         refuse_other_machines(whose[0])
-        refuse_looking_ahead(whose[1])
+        refuse_more_than_kv(*whose)
+        refuse_answers(*whose)
         if name is None:
             refuse_nameless_rows(whose[0])
         else:

@@ -84,6 +84,13 @@ def keeps_states(group: KVCacheGroupSpec) -> bool:
     return any(isinstance(spec, MambaSpec) for spec in specs)
 
 
+def has_other_kv_of_answers(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> bool:
+    """Return whether generated tokens may have other KV than the same tokens in a prompt. vLLM:
+    with reference windows they see less, and diffusion may hand out tokens whose KV it has not
+    computed."""
+    return vllm_config.model_config.is_diffusion or any(isinstance(spec, RSWASpec) for spec in specs_of(group))
+
+
 def has_drafter(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
     """Return whether a drafter's layers may be in a group. vLLM: where it marks no group they may
     be in any, but not beside recurrent state."""

@@ -44,7 +44,7 @@ def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     files = list[Path]()
     for source in (model, *_other_sources(model)):
         folder = model_folder(source, load)
-        look = folder.rglob if has_parts_below(model) else folder.glob
+        look = folder.rglob if reads_more(model) else folder.glob
         found = sorted(look("*.safetensors"))
         if not found or str(load.load_format) not in _SAFETENSORS_FIRST:
             found += sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in look(kind))
@@ -68,26 +68,33 @@ def loaded_of(model: ModelConfig, load: LoadConfig) -> dict[str, Any]:
     return found
 
 
-def has_parts_below(model: ModelConfig) -> bool:
-    """Return whether vLLM may read more of a model than its configuration and what weights are
-    beside it: models of several media have encoders in directories of their own, and those that
-    pool have adapters there, as Jina's, which are merged into the weights."""
-    return model.multimodal_config is not None or model.pooler_config is not None
+def reads_more(model: ModelConfig) -> bool:
+    """Return whether vLLM reads more of a model than its configuration and what weights are beside
+    it: models of several media have encoders in directories of their own, those that pool have
+    adapters there, as Jina's, which are merged into the weights, and Engram goes by the text of
+    tokens."""
+    return model.multimodal_config is not None or model.pooler_config is not None or has_engram(model)
+
+
+def has_engram(model: ModelConfig) -> bool:
+    """Return whether a model has embeddings of the last few tokens together (DeepSeek V4.1)."""
+    return bool(getattr(model.hf_text_config, "engram_layer_ids", None))
 
 
 def how_digest(model: ModelConfig, load: LoadConfig, *, is_vouched: bool) -> str:
     """Return a digest of all files of such a model that may say how it is computed: how its images
     are processed, and the configurations of its parts. ``is_vouched``: they need not be there.
 
-    Tokenizers count: Mistral's says how large an image is, and some models tokenize what stands
-    between the pictures of a video. Raises ConfigError.
+    Tokenizers count: Mistral's says how large an image is, some models tokenize what stands between
+    the pictures of a video, and Engram takes tokens of alike texts for one. Raises ConfigError.
     """
     digest = hashlib.sha256()
-    folders = [text_folder(str(source.model), source.revision) for source in (model, *_other_sources(model))]
+    places = [(str(source.model), source.revision) for source in (model, *_other_sources(model))]
+    # vLLM: Engram has a tokenizer of the model's revision.
+    places += [(str(model.tokenizer), revision) for revision in (model.tokenizer_revision, model.revision)]
+    folders = [text_folder(*place) for place in dict.fromkeys(places)]
     if folders[0] is None and not is_vouched:
         folders[0] = model_folder(model, load)
-    if model.tokenizer and model.tokenizer != model.model:
-        folders.append(text_folder(str(model.tokenizer), model.tokenizer_revision))
     for number, folder in enumerate(folders):
         for file in [] if folder is None else _how_files(folder):
             try:

@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvdisk.connector.deployment import sleeps
-from kvdisk.connector.kv_groups import REACHES, has_drafter, specs_of
+from kvdisk.connector.kv_groups import REACHES, has_drafter, has_other_kv_of_answers, specs_of
+from kvdisk.connector.model_weights import has_engram
 from kvdisk.connector.versions import refuse_version
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import Geometry
@@ -37,17 +38,35 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     """Raise ConfigError, in one sentence that names it, for the first thing that kvdisk does not
     support."""
     refuse_deployment(vllm_config, vllm_config.kv_transfer_config.kv_role)
-    refuse_looking_ahead(kv_cache_config)
+    refuse_more_than_kv(vllm_config, kv_cache_config)
     refused = next(_unsupported_groups(vllm_config, kv_cache_config), None)
     if refused is not None:
         raise ConfigError(f"kvdisk does not support {refused}.")
 
 
-def refuse_looking_ahead(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError where the KV of a prompt's token depends on later ones. vLLM: its own
-    prefix cache is off then."""
+def refuse_more_than_kv(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError where the KV of a prompt's tokens is not all that is needed to go on behind
+    them, or depends on later ones. vLLM: of the latter its own prefix cache is off."""
     if any(getattr(spec, "non_causal", False) for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)):
         raise ConfigError("kvdisk does not support attention that reads later tokens of a prompt, as of a prefix LM.")
+    if has_engram(vllm_config.model_config) and not vllm_config.use_v2_model_runner:
+        # vLLM: that one has the ids of generated tokens in a cache by slots of the KV cache.
+        raise ConfigError(
+            "kvdisk does not support Engram with vLLM's model runner V1, which knows no generated tokens of KV that is "
+            "loaded: set VLLM_USE_V2_MODEL_RUNNER=1."
+        )
+
+
+def refuse_answers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError where vLLM's own offloading stores generated tokens, and their KV is not
+    that of a prompt's."""
+    transfer = vllm_config.kv_transfer_config
+    stores_them = transfer is not None and not transfer.get_from_extra_config("offload_prompt_only", True)
+    if stores_them and any(has_other_kv_of_answers(vllm_config, group) for group in kv_cache_config.kv_cache_groups):
+        raise ConfigError(
+            "The tier 'kvdisk' needs offload_prompt_only for a model whose generated tokens have other KV than those "
+            "of a prompt: leave it out."
+        )
 
 
 def refuse_deployment(vllm_config: VllmConfig, role: str | None) -> None:

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvdisk.assembly import unit_choice
 from kvdisk.connector.deployment import hosts_of, ranks_of_stage
-from kvdisk.connector.kv_groups import REACHES, element_bytes, has_drafter, keeps_states, payload_bytes, specs_of
+from kvdisk.connector.kv_groups import (
+    REACHES,
+    element_bytes,
+    has_drafter,
+    has_other_kv_of_answers,
+    keeps_states,
+    payload_bytes,
+    specs_of,
+)
 from kvdisk.connector.layout import UNQUANTISED, layers_differ
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import OWN_BLOCKS, Geometry, GroupGeometry, UnitChoice
@@ -89,7 +97,7 @@ def geometry_of(
                 window,
                 _volatile_tokens(vllm_config) if has_drafter(vllm_config, kv_cache_config, group) else 0,
                 chunk,
-                any(isinstance(spec, RSWASpec) for spec in specs_of(group)),
+                has_other_kv_of_answers(vllm_config, group),
                 _state_tokens(kv_cache_config, block_tokens) if keeps_states(group) else None,
                 element_bytes=element_bytes([group]),
             )

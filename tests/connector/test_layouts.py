@@ -104,7 +104,9 @@ def test_a_slot_has_the_same_bytes_however_the_engine_lays_blocks_out(make, layo
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
     )
-    geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache)
+    model = SimpleNamespace(is_diffusion=False)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=None, model_config=model)
+    geometry = geometry_of(config, cache)
     assert geometry.groups[0].payload_bytes == blocks.payload_bytes
     assert geometry.groups[0].element_bytes == (2 if make is eighty_layers else 1), "the indexer's are bytes"
     expected = [payloads(group, caches, layout, block) for block in range(BLOCKS)]

@@ -136,9 +136,7 @@ def test_processors_are_where_vllm_has_them_from(tiny_llama, tmp_path, hub):
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(
-    "kind", [{"multimodal_config": MultiModalConfig()}, {"pooler_config": PoolerConfig()}], ids=["media", "pooling"]
-)
+@pytest.mark.parametrize("kind", ["media", "pooling", "Engram"])
 def test_all_files_that_may_say_how_a_model_is_computed_make_the_namespace(kind, tiny_llama, tmp_path):
     """Of models of which vLLM reads more than the configuration: an encoder has one of its own, an
     adapter has its factor there, and Mistral's tokenizer says how large images are."""
@@ -147,8 +145,9 @@ def test_all_files_that_may_say_how_a_model_is_computed_make_the_namespace(kind,
     (text / "sub").mkdir(parents=True)
     other.mkdir()
     config = vllm_config(folder)
-    for name, value in kind.items():
-        setattr(config.model_config, name, value)
+    config.model_config.multimodal_config = MultiModalConfig() if kind == "media" else None
+    config.model_config.pooler_config = PoolerConfig() if kind == "pooling" else None
+    config.model_config.hf_text_config.engram_layer_ids = [1] if kind == "Engram" else None
     config.model_config.hf_config.audio_model_id = str(text)
     shutil.copy(next(tiny_llama.glob("*.safetensors")), text)
     seen = [fingerprint_of(config, PLAIN)[0]]
@@ -197,6 +196,7 @@ def test_all_files_that_may_be_loaded_are_weights(tmp_path):
             revision=None,
             multimodal_config=MultiModalConfig() if media else None,
             pooler_config=PoolerConfig() if pools else None,
+            hf_text_config=None,
             hf_config=SimpleNamespace(**of_model),
         )
         return [str(file.relative_to(tmp_path)) for file in weight_files(model, LoadConfig(load_format=load_format))]

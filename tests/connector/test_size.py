@@ -107,7 +107,9 @@ def test_heads_layers_and_bytes_are_those_of_vllm(tmp_path, monkeypatch, case):
         cache = KVCacheConfig(8, [], groups, hash_block_size=16)
         parallel = ParallelConfig(tensor_parallel_size=ranks)
         parallel.pipeline_parallel_size = len(cut)
-        geometry = geometry_of(SimpleNamespace(parallel_config=parallel, speculative_config=None), cache, of_stages)
+        model = SimpleNamespace(is_diffusion=False)
+        config = SimpleNamespace(parallel_config=parallel, speculative_config=None, model_config=model)
+        geometry = geometry_of(config, cache, of_stages)
         mine = ours.geometry(ranks, 16, cut)
         assert describe_geometry(mine) == describe_geometry(geometry)
         assert mine.replicated == geometry.replicated

@@ -100,6 +100,8 @@ def _config(**changes: Any) -> SimpleNamespace:
             use_mla=False,
             pooler_config=None,
             is_prefix_caching_supported=False,
+            hf_text_config=None,
+            is_diffusion=False,
         ),
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
         "aux_output_config": SimpleNamespace(enabled=False),
@@ -113,7 +115,11 @@ def _config(**changes: Any) -> SimpleNamespace:
     if "drafter" in changes:
         method = changes["drafter"]
         speculative = SimpleNamespace(method=method, use_eagle_block_drop=lambda: "ngram" not in method)
-    return SimpleNamespace(**parts, speculative_config=speculative)
+    runner = changes.get("use_v2_model_runner", False)
+    return SimpleNamespace(**parts, speculative_config=speculative, use_v2_model_runner=runner)
+
+
+ENGRAM = SimpleNamespace(engram_layer_ids=[1])
 
 
 def _tells_of_sleeps(monkeypatch: pytest.MonkeyPatch, *, tells: bool) -> None:
@@ -145,6 +151,8 @@ def test_vllm_finds_the_connector(more):
         ({"pooler_config": PoolerConfig()}, _cache(FULL), "pooling needs each prompt computed whole"),
         ({"pooler_config": PoolerConfig(), "is_prefix_caching_supported": True}, _cache(FULL), None),
         ({}, _cache(WINDOW, replace(FULL, non_causal=True)), "later tokens of a prompt"),
+        ({"hf_text_config": ENGRAM}, _cache(FULL), "Engram with vLLM's model runner V1"),
+        ({"hf_text_config": ENGRAM, "use_v2_model_runner": True}, _cache(FULL), None),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
@@ -454,6 +462,13 @@ def test_an_engine_ends_with_the_sentence_last_and_before_it_has_processes(tiny_
 
 
 # -- sizes and tensors -----------------------------------------------------------------------------
+
+
+def test_of_diffusion_only_prompts_are_stored():
+    """A canvas that is only read is handed out without the step that computes its KV."""
+    for is_diffusion in (False, True):
+        groups = geometry_of(_config(is_diffusion=is_diffusion), _cache(FULL, WINDOW)).groups
+        assert [group.prompt_only for group in groups] == [is_diffusion] * 2
 
 
 def test_geometry_of_uniform_and_window_groups():

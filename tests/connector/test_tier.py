@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from schedulers import vllm_config
 from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
 from test_start import PLAIN
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, RSWASpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -704,10 +705,34 @@ def test_weights_that_nobody_names_are_refused(tmp_path):
 
 
 def test_what_a_prefix_does_not_determine_is_refused(tiny_llama):
+    register()
     spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, non_causal=True)
     cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)], hash_block_size=TOKENS)
     with pytest.raises(ConfigError, match="later tokens of a prompt"):
         fingerprint_of_rows(_config_of(1), 4096, (vllm_config(tiny_llama), cache), "a name")
+    config = vllm_config(tiny_llama)
+    config.model_config.hf_text_config.engram_layer_ids = [1]
+    plain = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], replace(spec, non_causal=False))], hash_block_size=TOKENS)
+    assert not config.use_v2_model_runner
+    with pytest.raises(ConfigError, match="Engram with vLLM's model runner V1"):
+        fingerprint_of_rows(_config_of(1), 4096, (config, plain), "a name")
+
+
+@pytest.mark.parametrize("kind", ["diffusion", "R-SWA"])
+def test_generated_tokens_with_other_kv_than_a_prompts_are_refused(tiny_llama, kind):
+    register()
+    config, cache = vllm_config(tiny_llama), PLAIN
+    config.kv_transfer_config.kv_connector_extra_config = {"offload_prompt_only": False}
+    fingerprint_of_rows(_config_of(1), 4096, (config, cache), "a name")
+    if kind == "diffusion":
+        config.model_config.is_diffusion = True
+    else:
+        spec = RSWASpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.bfloat16, rswa_window=TOKENS)
+        cache = replace(PLAIN, kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)])
+    with pytest.raises(ConfigError, match="needs offload_prompt_only"):
+        fingerprint_of_rows(_config_of(1), 4096, (config, cache), "a name")
+    config.kv_transfer_config.kv_connector_extra_config.clear()
+    fingerprint_of_rows(_config_of(1), 4096, (config, cache), "a name")
 
 
 def _rows_of(tensor: int, **changes: Any) -> bytes:
