@@ -33,6 +33,9 @@ _OTHERS = frozenset(
 )
 """Variables that compute nothing: where processes are and wait for each other, how vLLM was built,
 what it logs, what clients may ask for, and what becomes of answers."""
+_OF_MEDIA = ("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND", "XHS_VIDEO_JPEG_QUALITY")
+"""Variables that say what becomes of images and videos before they are processed. vLLM: they are
+none of its compiled code, and the last, of dots3.note, is none of its own."""
 _BACKEND = ("attention_config", "backend")
 """It is a fact of its own."""
 
@@ -48,6 +51,8 @@ def settings_that_compute(vllm_config: VllmConfig) -> dict[str, Any]:
     if names := sorted(name for name in os.environ if _computes(name)):
         factors = envs.compile_factors()
         found |= {name: factors[name] for name in names if name in factors}
+    if vllm_config.model_config.multimodal_config is not None:
+        found |= {name: os.environ[name] for name in _OF_MEDIA if name in os.environ}
     for part in ("attention_config", "mamba_config", "kernel_config"):
         config = getattr(vllm_config, part)
         plain = type(config)()

@@ -660,7 +660,7 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(folder, tmp_path):
     assert len({first, *found.values()}) == 1 + len(found)
 
 
-def test_how_images_are_processed_is_in_the_fingerprint(folder):
+def test_how_images_are_processed_is_in_the_fingerprint(folder, monkeypatch):
     """vLLM's hash of an image has what is in the file and in the request, and not the engine's own
     settings."""
     changes = [
@@ -684,6 +684,11 @@ def test_how_images_are_processed_is_in_the_fingerprint(folder):
     for content in ("{}", '{"visual.0.attn": {"q": 2.0, "k": 1.0, "v": 1.0}}'):
         scales.write_text(content)
         found.append(fingerprint({"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(scales)}))
+    for variable in ("VLLM_MEDIA_CONNECTOR", "VLLM_VIDEO_LOADER_BACKEND", "XHS_VIDEO_JPEG_QUALITY"):
+        without = _fingerprint(folder)
+        monkeypatch.setenv(variable, "40")
+        assert _fingerprint(folder) == without, "of a model that takes none"
+        found.append(fingerprint({}))
     assert len(set(found)) == len(found)
 
 
