@@ -49,7 +49,14 @@ def refuse_more_than_kv(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     them, or depends on later ones. vLLM: of the latter its own prefix cache is off."""
     if any(getattr(spec, "non_causal", False) for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)):
         raise ConfigError("kvdisk does not support attention that reads later tokens of a prompt, as of a prefix LM.")
-    if has_engram(vllm_config.model_config) and not vllm_config.use_v2_model_runner:
+    model = vllm_config.model_config
+    if (media := model.multimodal_config) is not None and media.is_multimodal_pruning_enabled() and model.uses_mrope:
+        # vLLM: its positions are those of the whole video, until its encoder has said what is left.
+        raise ConfigError(
+            "kvdisk does not support video_pruning_rate with this model: vLLM learns the positions of tokens behind a "
+            "video only by computing it."
+        )
+    if has_engram(model) and not vllm_config.use_v2_model_runner:
         # vLLM: that one has the ids of generated tokens in a cache by slots of the KV cache.
         raise ConfigError(
             "kvdisk does not support Engram with vLLM's model runner V1, which knows no generated tokens of KV that is "

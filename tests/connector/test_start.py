@@ -102,6 +102,8 @@ def _config(**changes: Any) -> SimpleNamespace:
             is_prefix_caching_supported=False,
             hf_text_config=None,
             is_diffusion=False,
+            multimodal_config=None,
+            uses_mrope=False,
         ),
         "scheduler_config": SimpleNamespace(enable_chunked_prefill=False),
         "aux_output_config": SimpleNamespace(enabled=False),
@@ -119,6 +121,7 @@ def _config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**parts, speculative_config=speculative, use_v2_model_runner=runner)
 
 
+PRUNED = MultiModalConfig(video_pruning_rate=0.5)
 ENGRAM = SimpleNamespace(engram_layer_ids=[1])
 
 
@@ -153,6 +156,9 @@ def test_vllm_finds_the_connector(more):
         ({}, _cache(WINDOW, replace(FULL, non_causal=True)), "later tokens of a prompt"),
         ({"hf_text_config": ENGRAM}, _cache(FULL), "Engram with vLLM's model runner V1"),
         ({"hf_text_config": ENGRAM, "use_v2_model_runner": True}, _cache(FULL), None),
+        ({"multimodal_config": PRUNED, "uses_mrope": True}, _cache(FULL), "video_pruning_rate with this model"),
+        ({"multimodal_config": PRUNED}, _cache(FULL), None),
+        ({"multimodal_config": MultiModalConfig(), "uses_mrope": True}, _cache(FULL), None),
         ({"kv_role": "kv_producer"}, _cache(FULL), "kv_producer"),
         ({"drafter": "medusa"}, _cache(FULL), "medusa"),
         ({"drafter": "eagle"}, _cache(FULL), None),
