@@ -187,9 +187,9 @@ class Adapters:
     def __init__(self, settings: LoRAConfig | None) -> None:
         self._settings = settings
         self._looks = Looks()
-        self._path_of: dict[int, str | None] = {}
-        """The path that each of vLLM's numbers stands for; None where it has stood for two, as vLLM
-        would not read the second."""
+        self._path_of: dict[int, tuple[str, bool] | None] = {}
+        """The path that each of vLLM's numbers stands for, and whether its weights are read as 3D;
+        None where it has stood for two, as vLLM would not read the second."""
         self._new: dict[str, tuple[Request, float]] = {}
         self._unsure: dict[str, tuple[Request, float | None]] = {}
         """The requests that are followed, and when they ended; None while they live."""
@@ -203,7 +203,8 @@ class Adapters:
     def arrived(self, request: Request, now: float) -> None:
         """Ask for the content of a new request's adapter: see ``take_known``."""
         adapter = request.lora_request
-        if self._path_of.setdefault(adapter.lora_int_id, adapter.lora_path) != adapter.lora_path:
+        asked = (adapter.lora_path, adapter.is_3d_lora_weight)
+        if self._path_of.setdefault(adapter.lora_int_id, asked) != asked:
             self._path_of[adapter.lora_int_id] = None
         self._new[request.request_id] = (request, now)
         self._looks.since(adapter.lora_path, now)
@@ -246,7 +247,7 @@ class Adapters:
         if self._path_of[adapter.lora_int_id] is None:
             cause, why = (
                 "number",
-                f"its number, {adapter.lora_int_id}, has stood for two paths; this lasts until the next start",
+                f"its number, {adapter.lora_int_id}, has stood for two paths or layouts, until the next start",
             )
         elif look is None:
             cause, why = "silence", "its files did not answer in time"

@@ -34,9 +34,11 @@ def start(engines: Engines, **more: Any) -> Bench:
     return engines.make(adapters=True, **more)
 
 
-def serve(bench: Bench, name: str, folder: Path | str | None, *, number: int = 1, called: str = "tuned") -> None:
+def serve(
+    bench: Bench, name: str, folder: Path | str | None, *, number: int = 1, called: str = "tuned", **more: Any
+) -> None:
     """Serve the prompt with an adapter, and forget what the GPU has."""
-    adapter = None if folder is None else LoRARequest(called, number, str(folder))
+    adapter = None if folder is None else LoRARequest(called, number, str(folder), **more)
     bench.serve(name, PROMPT, lora_request=adapter)
     bench.forget()
 
@@ -308,17 +310,18 @@ def test_change_times_alone_change_nothing(engines, tuned, caplog):
     assert "its bytes are the same" in caplog.text
 
 
-def test_a_number_that_stands_for_two_is_left_alone(engines, tuned, tmp_path, caplog):
+@pytest.mark.parametrize("is_3d", [False, True], ids=["paths", "layouts of one"])
+def test_a_number_that_stands_for_two_is_left_alone(engines, tuned, tmp_path, caplog, is_3d):
     """vLLM's workers have the first one of them; the numbers must differ, and nobody sees to it."""
-    other = write_adapter(tmp_path / "other", 2)
+    other = tuned if is_3d else write_adapter(tmp_path / "other", 2)
     bench = start(engines)
     serve(bench, "a", tuned)
     bench.jobs.clear()
     with caplog.at_level(logging.WARNING):
-        serve(bench, "b", other)
+        serve(bench, "b", other, is_3d_lora_weight=is_3d)
         serve(bench, "c", tuned)
     assert not bench.jobs
-    assert "its number, 1, has stood for two paths" in caplog.text
+    assert "its number, 1, has stood for two paths or layouts" in caplog.text
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
