@@ -210,7 +210,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def _settings(longest_tokens: int = 0) -> Any:
     """Return what both read of a ``VllmConfig``. ``longest_tokens``: of the longest prompt."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=longest_tokens),
+        model_config=SimpleNamespace(max_model_len=longest_tokens, is_diffusion=False),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
             world_size=1,
