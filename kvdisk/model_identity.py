@@ -25,7 +25,7 @@ Model = str | Path | tuple[str, str | None]
 ``("name", revision)``, of which the hub's cache has the files."""
 
 _WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-_SAY_HOW = frozenset((".json", ".py", ".yaml", ".yml"))
+_SAY_HOW = frozenset((".json", ".mvn", ".py", ".yaml", ".yml"))
 """Files of a model that may say how it is computed: its configuration and its code."""
 _OF_TEXT = frozenset(
     (
@@ -33,8 +33,11 @@ _OF_TEXT = frozenset(
         *("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"),
     )
 )
+_ALSO_OF_TEXT = frozenset((".model", ".tiktoken", ".txt"))
 """Files that say which text tokens stand for, and which come next: nothing that is computed of
-given tokens."""
+given tokens, but by the models of ``_reads_text``."""
+_BY_LONGEST, _TUNING = frozenset(("dynamic", "llama4", "llama4_text", "longrope", "su")), "attn_temperature_tuning"
+"""Kinds of rotary embeddings, and of models, that depend on the longest context; and a setting."""
 _MOST_FACT = 32 << 10
 """Bytes of one of the facts in a description: a few of them fit (``MOST_DESCRIPTION_BYTES``)."""
 _Digest = Callable[[Sequence[Path]], str]
@@ -98,6 +101,26 @@ def state_of(model: Model) -> tuple[Facts, ...]:
         raise ConfigError(f"The files of {_name_of(model)} cannot be read: {error}") from error
 
 
+def depends_on_longest(model: Model) -> bool:
+    """Return whether what a model computes depends on the longest context that an engine is started
+    for: some rotary embeddings do, and Llama 4. Raises ConfigError where its configuration cannot
+    be read."""
+    file = _folder_of(_place_of(model)) / "config.json"
+    try:
+        return file.exists() and _names_longest(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The configuration of {_name_of(model)} cannot be read: {error}") from error
+
+
+def _names_longest(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_longest, value))
+    if not isinstance(value, dict):
+        return False
+    kinds = {str(value.get(name)) for name in ("rope_type", "type", "model_type")}
+    return not kinds.isdisjoint(_BY_LONGEST) or _TUNING in value or any(map(_names_longest, value.values()))
+
+
 def vouched_namespace(name: str, meaning: Mapping[str, Any]) -> Named:
     """Return the namespace of weights and code that the caller names, and vouches for: nothing is
     read. Whoever uses a name for other weights gets wrong blocks."""
@@ -144,13 +167,39 @@ def _files_of(model: Model) -> tuple[Path, list[Path]]:
     place = _place_of(model)
     folder = _folder_of(place)
     try:
-        kinds = _WEIGHTS | _SAY_HOW
-        files = sorted(file for file in folder.rglob("*") if file.suffix in kinds and file.is_file())
+        files = _files_below(folder)
+        kinds = _WEIGHTS | _SAY_HOW | _ALSO_OF_TEXT
+        kept = [file for file in files if file.suffix in kinds and file.is_file()]
+        if not _reads_text(files):
+            kept = [file for file in kept if file.name not in _OF_TEXT and file.suffix not in _ALSO_OF_TEXT]
     except OSError as error:
         raise ConfigError(f"The files of {_name_of(model)} cannot be listed: {error}") from error
-    if not _weights_in(files):
+    if not _weights_in(kept):
         raise ConfigError(f"There are no weight files of {_name_of(model)} in {folder}.")
-    return place, files
+    return place, kept
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return all that is in a directory, also behind links to other ones. Raises OSError."""
+    found, been = list[Path](), set[str]()
+    for place, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        if (real := os.path.realpath(place)) in been and Path(place).is_symlink():
+            folders.clear()  # a circle of links, or one that leads where the others have been
+        been.add(real)
+        found += [Path(place) / file for file in files]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _reads_text(files: Sequence[Path]) -> bool:
+    """Return whether a model is computed also by what its tokenizer and generation files say:
+    models of several media are, as Llama 4, and Engram, which goes by the text of tokens."""
+    if any(file.name.endswith("processor_config.json") for file in files):
+        return True
+    return any(b"engram_layer_ids" in file.read_bytes() for file in files if file.name == "config.json")
 
 
 def _folder_of(place: Path) -> Path:
@@ -182,7 +231,7 @@ def _said_by(place: Path, files: Sequence[Path]) -> dict[str, str]:
     return ({} if folder == place else {"weights": place.name}) | {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in files
-        if file.suffix in _SAY_HOW and file.name not in _OF_TEXT
+        if file.suffix not in _WEIGHTS
     }
 
 

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvdisk.errors import KvdiskError, start_thread
+from kvdisk.errors import ConfigError, KvdiskError, start_thread
 from kvdisk.lmcache.parameters import Source
-from kvdisk.model_identity import Model, namespace_of, state_of, vouched_namespace
+from kvdisk.model_identity import Model, depends_on_longest, namespace_of, state_of, vouched_namespace
 
 logger = logging.getLogger("kvdisk")
 
 LOOK_S = 2.0
 """How often the files of models are looked at: an engine that starts again with others needs longer
 to load them."""
+_LONGEST = "max_model_len"
 
 
 class _Known:
@@ -36,6 +37,11 @@ class _Known:
             assert source.path is not None
             self.files = source.path if source.revision is None else (source.path, source.revision)
             self.state = state_of(self.files)
+            if _LONGEST not in source.meaning and depends_on_longest(self.files):
+                raise ConfigError(
+                    f"kvdisk: what {name} computes depends on the longest context that its engine is started for, which"
+                    f' LMCache does not say: give it as "{_LONGEST}" in the model\'s "meaning".'
+                )
 
     @property
     def word(self) -> str:

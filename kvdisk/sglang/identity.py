@@ -5,16 +5,18 @@ out. SGLang's keys have nothing of it: they name tokens."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvdisk.errors import ConfigError
 from kvdisk.identity import Identity
 from kvdisk.model_identity import identity_of as model_identity_of
-from kvdisk.model_identity import vouched_namespace
+from kvdisk.model_identity import state_of, vouched_namespace
 from kvdisk.sglang.versions import sglang_version
 
 FORMAT_VERSION = 2
@@ -40,12 +42,30 @@ _SAY_NOTHING_EITHER = ("remote_instance_", "weight_cache_", "weight_loader_")
 """Arguments of the model, by name and by how they begin, that change no byte of its KV: where its
 files are, whose bytes are digested, and how they come into memory."""
 _COMPUTE = {
-    "exec": ("attention_backend", "decode_attention_backend", "prefill_attention_backend"),
+    "exec": (
+        *("attention_backend", "decode_attention_backend", "prefill_attention_backend"),
+        *("dsa_decode_backend", "dsa_prefill_backend", "dsv4_attn_backend", "dsv4_prefill_backend"),
+        *("enable_deepseek_v4_fp4_indexer", "prefill_kv_cache_dequant_dtype", "rl_on_policy_target"),
+        *("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend", "mamba_backend"),
+        *("enable_mamba_cache_stochastic_rounding", "enable_int8_mamba_checkpoint", "dllm_algorithm"),
+        *("flashinfer_mxfp4_moe_precision", "enable_w4a4_mxfp4_megamoe", "kt_method", "kt_num_gpu_experts"),
+        "enable_precise_embedding_interpolation",  # of images
+    ),
     "mm": ("mm_process_config", "mm_attention_backend", "image_processor_backend", "disable_fast_image_processor"),
     "spec": ("speculative_algorithm", "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
 }
 """Arguments elsewhere that compute, by the name of their part."""
-_VARIABLES = ("SGLANG_EXTERNAL_MODEL_PACKAGE",)
+_PACKAGE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+_VARIABLE = re.compile(
+    "SGLANG_.*(ATTN|DTYPE|FP4|FP8|HND|INT4|INT8|KVCACHE|KV_CACHE|LAYOUT|MAMBA|MLA|MXFP|QUANT|ROPE).*|" + _PACKAGE
+)
+"""Variables of the environment that compute, by words in their names: SGLang has hundreds, and new
+ones in each version."""
+_FILES = ("modelopt_checkpoint_restore_path", "quantization_param_path")
+"""Arguments that are files: of quantised weights, and of the scales of a quantised cache."""
+_LOADED: list[Any] = []
+"""The state of the model's files when a store was attached at the start of this server, if any
+was."""
 
 
 class Arguments(NamedTuple):
@@ -78,18 +98,38 @@ def read_arguments() -> Arguments:
         sources.append(
             (str(spec.speculative_draft_model_path), spec.speculative_draft_model_revision, model.download_dir)
         )
-    scales = model.quantization_param_path
-    values |= {name: os.environ.get(name) for name in _VARIABLES}
-    if scales is not None:  # a file with the scales of a quantized cache
-        values["quantization_param_path"] = _digest_of(Path(scales))
+    # SGLang: weights of experts on the processor, and of a drafter that is an adapter of the model
+    more = (_leaves(bags["exec"]).get("kt_weight_path"), _leaves(spec).get("uno_lora_path"))
+    sources += [(str(path), None, model.download_dir) for path in more if path is not None]
+    values |= {name: value for name, value in sorted(os.environ.items()) if _VARIABLE.fullmatch(name)}
+    values |= {name: _digest_of([Path(values[name])]) for name in _FILES if values.get(name) is not None}
+    if package := os.environ.get(_PACKAGE):
+        values["external_models"] = _digest_of(_files_of_package(package))
     return Arguments(sources, str(model.load_format), values)
 
 
-def _digest_of(file: Path) -> str:
+def _digest_of(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"kvdisk needs {file}, which cannot be read: {error}.") from error
+    return digest.hexdigest()
+
+
+def _files_of_package(name: str) -> list[Path]:
+    """Return the code of a package of models. Raises ConfigError where there is none."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"kvdisk needs {file}, which cannot be read: {error}.") from error
+        spec = importlib.util.find_spec(name)
+    except ImportError:
+        spec = None
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    files = [file for place in places for file in sorted(Path(place).rglob("*.py"))]
+    if not files:
+        raise ConfigError(f"kvdisk needs the code of {_PACKAGE} {name}, and does not find it.")
+    return files
 
 
 def _is_silent(name: str) -> bool:
@@ -157,6 +197,8 @@ def _pool_facts(pool: Any, rows: Any) -> dict[str, Any]:
         "dtype": str(pool.dtype),
         "page_tokens": rows.page_size,
         "piece_bytes": rows.piece_bytes,
+        # SGLang: a variable decides which of tokens and heads comes first within a page
+        "order": getattr(getattr(pool, "device_pool", None), "kv_cache_layout", None),
         "format_tag": getattr(pool, "storage_format_tag", None),
         "shape": {name: getattr(pool, name, None) for name in _SHAPE},
     }
@@ -178,4 +220,19 @@ def identity_of(layout: dict[str, Any], weights_name: str | None) -> Identity:
             f"kvdisk cannot tell which weights --load-format {arguments.load_format} loads: {_NAME_THEM}."
         )
     place, *others = (model_place(*source) for source in arguments.sources)
+    _refuse_others_than_loaded([state_of(each) for each in (place, *others)])
     return model_identity_of(place, meaning, others)
+
+
+def _refuse_others_than_loaded(state: list[Any]) -> None:
+    """Raise ConfigError where a running server may have loaded other files than there are now, or
+    may have updated its weights before anybody counted that."""
+    from sglang.srt import runtime_context as context
+
+    if context.get_memory().hicache_storage_backend is not None:  # SGLang: at the start alone
+        _LOADED[:] = state
+    elif state != _LOADED:
+        raise ConfigError(
+            "kvdisk cannot tell which weights this running server has, as it was started without kvdisk or its files"
+            f" have changed since: start it with kvdisk, or {_NAME_THEM}."
+        )

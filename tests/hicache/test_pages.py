@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hicache.backends import Backend, key_of, write_model
+from kvdisk.errors import ConfigError
 from kvdisk.mover_process import MoverProcess
 from kvdisk.sglang import identity
 
@@ -157,6 +158,9 @@ OTHERS = {
     "tensor parallelism": lambda tmp: {"rank": (0, 2)},
     "another rank": lambda tmp: {"rank": (1, 2)},
     "quantized cache": lambda tmp: {"arguments": {"kv_cache_dtype": "fp8_e5m2"}},
+    "how experts on the processor compute": lambda tmp: {"arguments": {"kt_method": "BF16"}},
+    "kernel of linear attention": lambda tmp: {"arguments": {"linear_attn_backend": "cutedsl"}},
+    "weights of experts on the processor": lambda tmp: {"arguments": {"kt_weight_path": str(write_model(tmp / "kt"))}},
     "override": lambda tmp: {"arguments": {"json_model_override_args": '{"rope_theta": 7.0}'}},
 }
 SAME = {
@@ -175,6 +179,7 @@ def found_after(tmp_path, first, second):
     assert backend.store(keys)
     assert backend.exists(keys) == 4
     backend.close()
+    second = second() if callable(second) else second
     other = Backend(**{"model": model, "store": tmp_path / "store"} | second)
     found = other.exists(keys)
     assert other.load(keys, first=8) == [True] * found + [False] * (4 - found)
@@ -185,6 +190,34 @@ def found_after(tmp_path, first, second):
 @pytest.mark.parametrize("what", OTHERS)
 def test_nothing_of_another_model_or_layout_is_found(tmp_path, what):
     assert found_after(tmp_path, {}, OTHERS[what](tmp_path)) == 0
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_USE_HND_KVCACHE", "SGLANG_FP8_IGNORED_LAYERS"])
+def test_nothing_is_found_where_a_variable_computes_otherwise(tmp_path, monkeypatch, variable):
+    first = {"weights_name": "llama"}  # of which nothing else differs
+
+    def then():
+        monkeypatch.setenv(variable, "1")
+        return first
+
+    assert found_after(tmp_path, first, then) == 0
+
+
+def test_the_code_of_a_package_of_models_counts(tmp_path, monkeypatch):
+    package = tmp_path / "my_models"
+    package.mkdir()
+    (package / "__init__.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "my_models")
+
+    def then():
+        (package / "__init__.py").write_text("x = 2\n")
+        return {}
+
+    assert found_after(tmp_path, {}, then) == 0
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "no_models")
+    with pytest.raises(ConfigError, match="the code of SGLANG_EXTERNAL_MODEL_PACKAGE no_models"):
+        Backend(tmp_path / "model", tmp_path / "store")
 
 
 @pytest.mark.parametrize("what", SAME)

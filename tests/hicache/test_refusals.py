@@ -14,11 +14,13 @@ import torch
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.utils.weight_checker import WeightChecker
 from sglang.version import __version__
 
 from hicache.backends import Backend, key_of, write_model
 from kvdisk.errors import ConfigError
-from kvdisk.sglang import hicache, versions, weight_updates
+from kvdisk.sglang import hicache, identity, versions, weight_updates
 from kvdisk.sglang.storage_stats import StorageStats
 
 PAGE = Path(__file__).parents[2] / "docs" / "SGLANG.md"
@@ -149,7 +151,7 @@ def test_every_sentence_stands_in_the_documentation():
 # -- updates of weights ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["disk", "tensor", "distributed", "ipc"])
+@pytest.mark.parametrize("kind", ["disk", "tensor", "distributed", "ipc", "others write", "reset"])
 def test_updated_weights_turn_it_off(tmp_path, model, kind, monkeypatch):
     monkeypatch.setattr(weight_updates._WATCH, "count", 0)
     keys = [key_of(at) for at in range(4)]
@@ -171,11 +173,50 @@ def test_updated_weights_turn_it_off(tmp_path, model, kind, monkeypatch):
 
 def update(kind):
     """Have SGLang's real class update weights, of a model runner that fails."""
+    if kind == "reset":
+        with pytest.raises(AttributeError):
+            object.__new__(WeightChecker)._reset_tensors()
+        return
     updater = object.__new__(weight_updater.SchedulerWeightUpdaterManager)
+    if kind == "others write":
+        runner = SimpleNamespace(weight_updater=object.__new__(WeightUpdater))
+        worker = SimpleNamespace(weight_update_runners=lambda: [("target", runner)])
+        object.__setattr__(updater, "tp_worker", worker)
+        object.__setattr__(updater, "_session", None)
+        with pytest.raises(AttributeError):
+            updater.begin_weight_update(SimpleNamespace(selector="target"))
+        return
     for name, value in {"metrics_collector": None, "tp_worker": None, "_session": SimpleNamespace()}.items():
         object.__setattr__(updater, name, value)
     with pytest.raises(AttributeError):
         getattr(updater, f"update_weights_from_{kind}")(SimpleNamespace(selector="target", names=()))
+
+
+RUNNING = {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
+"""SGLang's arguments in a running server to which no store is attached."""
+
+
+def test_a_server_that_was_started_without_it_has_no_known_weights(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(identity, "_LOADED", [])
+    with pytest.raises(ConfigError, match="which weights this running server has"):
+        Backend(model, tmp_path / "store", arguments=RUNNING)
+    Backend(model, tmp_path / "store", arguments=RUNNING, weights_name="step 1").close()
+    with pytest.raises(ConfigError, match="which weights this running server has"):
+        Backend(model, tmp_path / "store", arguments=RUNNING)
+
+
+def test_files_that_changed_since_the_start_are_not_what_a_server_has(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(identity, "_LOADED", [])
+    backend = Backend(model, tmp_path / "store")
+    backend.fill(range(1))
+    assert backend.store([key_of(0)])
+    backend.close()
+    again = Backend(model, tmp_path / "store", arguments=RUNNING)
+    assert again.exists([key_of(0)]) == 1
+    again.close()
+    write_model(model, weights=2)
+    with pytest.raises(ConfigError, match="its files have changed since"):
+        Backend(model, tmp_path / "store", arguments=RUNNING)
 
 
 # -- small things ----------------------------------------------------------------------------------

@@ -356,6 +356,24 @@ def test_a_wrong_parameter_is_one_sentence(tmp_path, model, change, told):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"type": "longrope"}},
+        {"text_config": {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}},
+        {"text_config": {"model_type": "llama4_text"}},
+    ],
+)
+def test_a_model_of_the_longest_context_needs_it(tmp_path, config):
+    model = write_model(tmp_path / "model", **config)
+    with pytest.raises(ConfigError, match='"max_model_len" in the model\'s "meaning"'):
+        Driver(parameters_for(tmp_path / "store", model))
+    longest = {"path": str(model), "meaning": {"max_model_len": 4096}}
+    Driver(parameters_for(tmp_path / "store", longest)).close()
+    plain = write_model(tmp_path / "plain", quantization_config={"activation_scheme": "dynamic"})
+    Driver(parameters_for(tmp_path / "store", plain)).close()
+
+
 def test_no_memory_and_another_version_are_refused(tmp_path, model, monkeypatch):
     with pytest.raises(ConfigError, match="first level in host memory"):
         adapter.L2Adapter(parameters_for(tmp_path / "store", model))

@@ -95,6 +95,34 @@ def test_what_says_how_counts(tmp_path: Path, name: Callable[..., bytes]) -> Non
     assert len(set(found)) == len(found)
 
 
+def test_files_behind_a_link_to_a_directory_count(tmp_path: Path, name: Callable[..., bytes]) -> None:
+    """Also where it leads in a circle."""
+    model, adapter = make_model(tmp_path / "one"), make_model(tmp_path / "adapter", seed=7)
+    (model / "adapters").symlink_to(adapter)
+    (adapter / "up").symlink_to(model)
+    found = [name(model)]
+    flip(adapter / "model-1.safetensors", 1000)
+    found.append(name(model))
+    (adapter / "config.json").write_text("{}")
+    found.append(name(model))
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "says"), [("preprocessor_config.json", "{}"), ("config.json", '{"engram_layer_ids": [1]}')]
+)
+def test_text_counts_for_models_that_read_it(tmp_path: Path, name: Callable[..., bytes], file: str, says: str) -> None:
+    """Those of several media, and Engram."""
+    model = make_model(tmp_path / "one")
+    (model / file).write_text(says)
+    found, states = [name(model)], [state_of(model)]
+    for text in ("tokenizer.json", "generation_config.json", "tekken.json", "vocab.txt", "am.mvn"):
+        (model / text).write_text('{"attn_temperature_tuning": false}')
+        found.append(name(model))
+        states.append(state_of(model))
+    assert len(set(found)) == len(set(states)) == 6
+
+
 def test_a_repository_in_the_hubs_cache(tmp_path: Path, name: Callable[..., bytes], monkeypatch: Any) -> None:
     """By its name, or with a revision; the same files in a directory have the same namespace."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
