@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,24 @@ def _files_of(model: Model) -> tuple[Path, list[Path]]:
         raise ConfigError(f"The files of {_name_of(model)} cannot be listed: {error}") from error
     if not _weights_in(kept):
         raise ConfigError(f"There are no weight files of {_name_of(model)} in {folder}.")
-    return place, kept
+    return place, kept + _code_elsewhere(folder)
+
+
+def _code_elsewhere(folder: Path) -> list[Path]:
+    """Return the code of other repositories that a model's configuration names, as far as the hub's
+    cache has it: an engine that trusts it has loaded it from there, at the newest revision."""
+    try:
+        named = json.loads((folder / "config.json").read_text()).get("auto_map")
+    except (OSError, ValueError, AttributeError):
+        return []
+    found = set[Path]()
+    for repository, module in re.findall(r'"([^"]+?)--([\w.]+)\.\w+"', json.dumps(named)):
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(repository, f"{module.replace('.', '/')}.py")
+        if isinstance(file, str):
+            found.update(Path(file).parent.glob("*.py"))
+    return sorted(found)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -229,7 +247,9 @@ def _said_by(place: Path, files: Sequence[Path]) -> dict[str, str]:
     that has its weights, where the model is a file. Raises OSError."""
     folder = _folder_of(place)
     return ({} if folder == place else {"weights": place.name}) | {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        str(file.relative_to(folder) if file.is_relative_to(folder) else f"elsewhere: {file.name}"): hashlib.sha256(
+            file.read_bytes()
+        ).hexdigest()
         for file in files
         if file.suffix not in _WEIGHTS
     }

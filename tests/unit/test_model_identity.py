@@ -123,6 +123,27 @@ def test_text_counts_for_models_that_read_it(tmp_path: Path, name: Callable[...,
     assert len(set(found)) == len(set(states)) == 6
 
 
+def test_code_of_another_repository_counts(tmp_path: Path, name: Callable[..., bytes], monkeypatch: Any) -> None:
+    """Once it is in the hub's cache, with what is beside it."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    model, code = make_model(tmp_path / "one"), tmp_path / "code"
+    auto = {"AutoConfig": "org/code--configuration_x.Config", "AutoModel": ["org/code--modeling_x.Model", None]}
+    (model / "config.json").write_text(json.dumps({"auto_map": auto}))
+    code.mkdir()
+
+    def look(repository: str, file: str) -> str | None:
+        assert repository == "org/code"
+        return str(code / file) if (code / file).exists() else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", look)
+    found, states = [name(model)], [state_of(model)]
+    for file, text in (("modeling_x.py", "x = 1"), ("modeling_x.py", "x = 22"), ("beside.py", "y = 1")):
+        (code / file).write_text(text)
+        found.append(name(model))
+        states.append(state_of(model))
+    assert len(set(found)) == len(set(states)) == 4
+
+
 def test_a_repository_in_the_hubs_cache(tmp_path: Path, name: Callable[..., bytes], monkeypatch: Any) -> None:
     """By its name, or with a revision; the same files in a directory have the same namespace."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
