@@ -39,6 +39,8 @@ _ALSO_OF_TEXT = frozenset((".model", ".tiktoken", ".txt"))
 given tokens, but by the models of ``_reads_text``."""
 _BY_LONGEST, _TUNING = frozenset(("dynamic", "llama4", "llama4_text", "longrope", "su")), "attn_temperature_tuning"
 """Kinds of rotary embeddings, and of models, that depend on the longest context; and a setting."""
+_OTHER_REPOSITORIES = ("audio_model_id", "text_model_id")
+"""Of a model's configuration: Ultravox has its language model's weights from another repository."""
 _MOST_FACT = 32 << 10
 """Bytes of one of the facts in a description: a few of them fit (``MOST_DESCRIPTION_BYTES``)."""
 _Digest = Callable[[Sequence[Path]], str]
@@ -60,7 +62,7 @@ def namespace_of(
     are loaded, or ``identity_of``. Raises ValueError, ConfigError where the files are not there or
     cannot be read, WeightsChanged where they change meanwhile, NoThread.
     """
-    found = [_files_of(each) for each in (model, *others)]
+    found = [_files_of(each) for each in (*_with_named(model), *others)]
     return _named(model, meaning, found, lambda files: known_digest(files, memory or _usual_memory()))
 
 
@@ -71,7 +73,7 @@ def identity_of(
     ``BlockStore.open_for``: until it is known nothing is found or stored. A sample of the weights
     is read here. Files that change before all are read make it WeightsChanged. Raises as
     ``namespace_of``."""
-    found = [_files_of(each) for each in (model, *others)]
+    found = [_files_of(each) for each in (*_with_named(model), *others)]
     seen: dict[tuple[Path, ...], list[Facts]] = {}
 
     def sample(files: Sequence[Path]) -> str:
@@ -94,10 +96,10 @@ def identity_of(
 
 def state_of(model: Model) -> tuple[Facts, ...]:
     """Return what changes when a file of a model does: of the weights, and of all that says how
-    they are computed. Equal states stand for equal files, as long as this process runs. Reads none
-    of them. Raises ConfigError where they are not there."""
+    they are computed. Equal states stand for equal files, as long as this process runs. Reads no
+    weights. Raises ConfigError where they are not there."""
     try:
-        return tuple(facts(_files_of(model)[1]))
+        return tuple(each for one in _with_named(model) for each in facts(_files_of(one)[1]))
     except OSError as error:
         raise ConfigError(f"The files of {_name_of(model)} cannot be read: {error}") from error
 
@@ -106,11 +108,7 @@ def depends_on_longest(model: Model) -> bool:
     """Return whether what a model computes depends on the longest context that an engine is started
     for: some rotary embeddings do, and Llama 4. Raises ConfigError where its configuration cannot
     be read."""
-    file = _folder_of(_place_of(model)) / "config.json"
-    try:
-        return file.exists() and _names_longest(json.loads(file.read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The configuration of {_name_of(model)} cannot be read: {error}") from error
+    return _names_longest(_config_in(_folder_of(_place_of(model))))
 
 
 def _names_longest(value: Any) -> bool:
@@ -183,18 +181,33 @@ def _files_of(model: Model) -> tuple[Path, list[Path]]:
 def _code_elsewhere(folder: Path) -> list[Path]:
     """Return the code of other repositories that a model's configuration names, as far as the hub's
     cache has it: an engine that trusts it has loaded it from there, at the newest revision."""
-    try:
-        named = json.loads((folder / "config.json").read_text()).get("auto_map")
-    except (OSError, ValueError, AttributeError):
-        return []
-    found = set[Path]()
-    for repository, module in re.findall(r'"([^"]+?)--([\w.]+)\.\w+"', json.dumps(named)):
+    found, named = set[Path](), json.dumps(_config_in(folder).get("auto_map"))
+    for repository, module in re.findall(r'"([^"]+?)--([\w.]+)\.\w+"', named):
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(repository, f"{module.replace('.', '/')}.py")
         if isinstance(file, str):
             found.update(Path(file).parent.glob("*.py"))
     return sorted(found)
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    """Return a model's configuration; {} where there is none. Raises ConfigError."""
+    file = folder / "config.json"
+    try:
+        found = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):  # no engine starts with what is no JSON
+        return {}
+    except OSError as error:
+        raise ConfigError(f"The configuration {file} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _with_named(model: Model) -> list[Model]:
+    """Return a model, and the repositories that its configuration names for weights of its
+    parts."""
+    config = _config_in(_folder_of(_place_of(model)))
+    return [model, *(str(config[name]) for name in _OTHER_REPOSITORIES if config.get(name))]
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -123,6 +123,19 @@ def test_text_counts_for_models_that_read_it(tmp_path: Path, name: Callable[...,
     assert len(set(found)) == len(set(states)) == 6
 
 
+def test_weights_of_another_repository_count(tmp_path: Path, name: Callable[..., bytes]) -> None:
+    """As the language model's of Ultravox."""
+    model, text = make_model(tmp_path / "one"), make_model(tmp_path / "text", seed=7)
+    (model / "config.json").write_text(json.dumps({"text_model_id": str(text)}))
+    found, state = name(model), state_of(model)
+    flip(text / "model-1.safetensors", 1000)
+    assert name(model) != found
+    assert state_of(model) != state
+    (model / "config.json").write_text(json.dumps({"audio_model_id": "org/nowhere"}))
+    with pytest.raises(ConfigError, match="org/nowhere are neither a directory nor"):
+        name(model)
+
+
 def test_code_of_another_repository_counts(tmp_path: Path, name: Callable[..., bytes], monkeypatch: Any) -> None:
     """Once it is in the hub's cache, with what is beside it."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
