@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdisk.connector.weights import Facts, WeightsChanged, facts, known_digest, sample_digest
+from kvdisk.device.paths import files_below
 from kvdisk.errors import ConfigError
 from kvdisk.geometry import FORMAT_VERSION
 from kvdisk.identity import Identity, Named
@@ -166,7 +167,7 @@ def _files_of(model: Model) -> tuple[Path, list[Path]]:
     place = _place_of(model)
     folder = _folder_of(place)
     try:
-        files = _files_below(folder)
+        files = files_below(folder, _raise)
         kinds = _WEIGHTS | _SAY_HOW | _ALSO_OF_TEXT
         kept = [file for file in files if file.suffix in kinds and file.is_file()]
         if not _reads_text(files):
@@ -208,17 +209,6 @@ def _with_named(model: Model) -> list[Model]:
     parts."""
     config = _config_in(_folder_of(_place_of(model)))
     return [model, *(str(config[name]) for name in _OTHER_REPOSITORIES if config.get(name))]
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """Return all that is in a directory, also behind links to other ones. Raises OSError."""
-    found, been = list[Path](), set[str]()
-    for place, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
-        if (real := os.path.realpath(place)) in been and Path(place).is_symlink():
-            folders.clear()  # a circle of links, or one that leads where the others have been
-        been.add(real)
-        found += [Path(place) / file for file in files]
-    return sorted(found)
 
 
 def _raise(error: OSError) -> None:

@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 
 from kvdisk.connector.model_files import WITHOUT, text_folder
+from kvdisk.device.paths import files_below
 from kvdisk.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ def _remote_digest(model: ModelConfig, *, is_vouched: bool) -> str:
         if folder is not None:
             texts |= {
                 f"{label}/{file.relative_to(folder)}": hashlib.sha256(file.read_bytes()).hexdigest()
-                for file in folder.rglob("*.py")
+                for file in files_below(folder)
+                if file.suffix == ".py"
             }
     return _digest_of(texts)
 

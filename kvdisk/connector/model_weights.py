@@ -17,6 +17,7 @@ from vllm import envs
 
 from kvdisk.connector.model_files import WITHOUT, drafter_load, model_folder, text_folder
 from kvdisk.connector.weights import Facts, WeightsChanged, facts, known_digest, read_early, sample_digest
+from kvdisk.device.paths import files_below
 from kvdisk.errors import ConfigError, KvdiskError
 from kvdisk.identity import Identity, Named
 
@@ -44,10 +45,11 @@ def weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     files = list[Path]()
     for source in (model, *_other_sources(model)):
         folder = model_folder(source, load)
-        look = folder.rglob if reads_more(model) else folder.glob
-        found = sorted(look("*.safetensors"))
+        # What this process may not list, vLLM's may not either.
+        there = files_below(folder) if reads_more(model) else sorted(folder.glob("*"))
+        found = [file for file in there if file.suffix == ".safetensors"]
         if not found or str(load.load_format) not in _SAFETENSORS_FIRST:
-            found += sorted(file for kind in ("*.bin", "*.pt", "*.gguf") for file in look(kind))
+            found += [file for kind in (".bin", ".pt", ".gguf") for file in there if file.suffix == kind]
         if not found:
             raise ConfigError(
                 f"The NVMe tier needs the model's weight files, and there are none in {folder}: {WITHOUT}."
@@ -106,7 +108,7 @@ def how_digest(model: ModelConfig, load: LoadConfig, *, is_vouched: bool) -> str
 
 
 def _how_files(folder: Path) -> Iterator[Path]:
-    for file in sorted(folder.rglob("*")):
+    for file in files_below(folder):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)  # of who downloads them
         if file.suffix in _SAY_HOW and file.name not in _SAY_WHAT_NEXT and not is_hidden and file.is_file():
             yield file

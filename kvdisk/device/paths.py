@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -439,3 +439,15 @@ def remove_anything(directory: Path, *names: str) -> None:
             shutil.rmtree(last, dir_fd=fd)
         else:
             os.unlink(last, dir_fd=fd)
+
+
+def files_below(folder: Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
+    """Return all files below a directory, also behind links to other ones, which ``rglob`` leaves
+    out. ``on_error``: takes what keeps a directory from being listed; None: that is left out."""
+    found, been = list[Path](), set[str]()
+    for place, folders, files in os.walk(folder, onerror=on_error, followlinks=True):
+        if (real := os.path.realpath(place)) in been and Path(place).is_symlink():
+            folders.clear()  # a circle of links, or one that leads where the others have been
+        been.add(real)
+        found += [Path(place) / file for file in files]
+    return sorted(found)

@@ -26,7 +26,9 @@ def share_of(config: Config, storage: Any) -> tuple[Config, JointCap | None]:
         return shared, None
     # The same after a restart, so that the first rank leaves what the others will take over.
     name = f"SGLang: {arguments.model_path} at port {arguments.port}"
-    return shared, JointCap(name, config.nvme_bytes, f"tp{storage.tp_rank} pp{storage.pp_rank}")
+    # With attention that is data-parallel the first is within a replica's group.
+    member = f"tp{storage.tp_rank} pp{storage.pp_rank} dp{storage.dp_rank}"
+    return shared, JointCap(name, config.nvme_bytes, member)
 
 
 def _share(config: Config, stores: int) -> Config:

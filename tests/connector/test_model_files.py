@@ -144,6 +144,8 @@ def test_all_files_that_may_say_how_a_model_is_computed_make_the_namespace(kind,
     shutil.copytree(tiny_llama, folder)
     (text / "sub").mkdir(parents=True)
     other.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "whisper").symlink_to(tmp_path / "elsewhere")
     config = vllm_config(folder)
     config.model_config.multimodal_config = MultiModalConfig() if kind == "media" else None
     config.model_config.pooler_config = PoolerConfig() if kind == "pooling" else None
@@ -175,7 +177,11 @@ def test_all_files_that_may_say_how_a_model_is_computed_make_the_namespace(kind,
 
 
 def test_all_files_that_may_be_loaded_are_weights(tmp_path):
-    """By the format of loading, of each repository that a model has parts from, and below."""
+    """By the format of loading, of each repository that a model has parts from, and below, also
+    behind links."""
+    for folder in ("model", "behind"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "sub").symlink_to(tmp_path / "behind")
     for name in (
         "model.safetensors",
         "model.bin",
