@@ -446,6 +446,7 @@ def files_below(folder: Path, on_error: Callable[[OSError], None] | None = None)
     out. ``on_error``: takes what keeps a directory from being listed; None: that is left out."""
     found, been = list[Path](), set[str]()
     for place, folders, files in os.walk(folder, onerror=on_error, followlinks=True):
+        folders.sort()  # the same on every host, also where a link leads to what is there anyway
         if (real := os.path.realpath(place)) in been and Path(place).is_symlink():
             folders.clear()  # a circle of links, or one that leads where the others have been
         been.add(real)
