@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvdisk.device.paths import files_below
 from kvdisk.errors import ConfigError
 from kvdisk.identity import Identity
 from kvdisk.model_identity import identity_of as model_identity_of
@@ -126,7 +127,7 @@ def _files_of_package(name: str) -> list[Path]:
     except ImportError:
         spec = None
     places = [] if spec is None else list(spec.submodule_search_locations or ())
-    files = [file for place in places for file in sorted(Path(place).rglob("*.py"))]
+    files = [file for place in places for file in files_below(Path(place)) if file.suffix == ".py"]
     if not files:
         raise ConfigError(f"kvdisk needs the code of {_PACKAGE} {name}, and does not find it.")
     return files
