@@ -40,6 +40,8 @@ copies of a size bring."""
 EVICTED = 256
 """Copies that leave to keep slots of NVMe free, to give a segment's room to another size, or
 to bring a tier back within a share."""
+EVICTED_AHEAD = 16
+"""Copies that leave memory together where one has to: most stores of a few blocks look for none."""
 ENDED = 1024
 """Copies of segments that are being dropped."""
 CLEARED = 8192

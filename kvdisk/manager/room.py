@@ -47,6 +47,8 @@ class TierStatus(NamedTuple):
 
 
 _ALWAYS = TierStatus()
+_AHEAD_DIVISOR = 256
+"""No more than one slot of so many is kept free for what comes next."""
 _NO_ROWS = np.zeros(0, np.intp)
 
 
@@ -260,7 +262,8 @@ class Room(ABC):
 
     def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free. See ``take``, which calls it."""
-        self._evict(size_class, count - self.pool.free[size_class], keep_dirty=keep_dirty)
+        ahead = min(bounds.EVICTED_AHEAD, self.capacity[size_class] // _AHEAD_DIVISOR)
+        self._evict(size_class, count - self.pool.free[size_class], keep_dirty=keep_dirty, ahead=ahead)
         slots = self.pool.allocate(size_class, count)
         self._is_short[size_class] = len(slots) < count
         return slots
@@ -351,13 +354,15 @@ class Room(ABC):
 
     # -- who leaves --------------------------------------------------------------------------------
 
-    def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0) -> int:
+    def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0, ahead: int = 0) -> int:
         """Evict up to ``count`` copies, of one tenant or (0) of any; return how many. All searches
-        of one call share one bound."""
+        of one call share one bound. ``ahead``: the first search may find so many: a search for one
+        costs half of what it takes to store a block."""
         dirty, searched = self.dirty, False
         evicted = self._end_forgotten(size_class, count, tenant) if count > 0 else 0
         while evicted < count:
-            rows = self._victims(size_class, count - evicted, keep_dirty=keep_dirty, go_on=searched, tenant=tenant)
+            most = count - evicted if searched else max(count - evicted, ahead)
+            rows = self._victims(size_class, most, keep_dirty=keep_dirty, go_on=searched, tenant=tenant)
             searched = True
             may_leave = rows if self.above is None else self.above.leaving_below(rows)
             leaving = self.offer_before_eviction(may_leave)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from itertools import islice, product
+from itertools import islice, pairwise, product
 
 import pytest
 from support.manager_parts import layout_of
@@ -17,6 +17,7 @@ from kvdisk.config import EVICTIONS, Config
 from kvdisk.engine_store import nvme_layout_in
 from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.index.base import SegmentRecord
+from kvdisk.manager import room
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.messages import JobKind, Reason
 from kvdisk.recovery import excess
@@ -229,3 +230,21 @@ def test_a_smaller_cap_takes_of_each_size_its_part():
 def test_what_an_index_has_room_for_covers_any_split():
     layout = NvmeLayout.make(1 << 30, 64 * MIB, TWO_SIZES, lambda count: 1000 + 256 * count, None)
     assert layout.index_bytes - 1000 >= 256 * layout.most_slots(TWO_SIZES)
+
+
+# -- memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slots", "together"), [(15, 1), (24, 3)])
+def test_a_full_tier_of_memory_looks_for_room_once_for_some_stores(monkeypatch, slots, together):
+    monkeypatch.setattr(room, "_AHEAD_DIVISOR", 8)
+    bench = TierBench((slots,))
+    evicted = [0]
+    for number in range(slots + 4 * together):
+        bench.add(chr(32 + number // 64) + chr(32 + number % 64))
+        bench.finish()
+        bench.engine.pool.forget_all()
+        evicted.append(bench.stats["evicted_blocks.cpu"])
+    assert bench.stats["stored_blocks"] == slots + 4 * together
+    rises = [after - before for before, after in pairwise(evicted)]
+    assert rises == [0] * slots + [together, *[0] * (together - 1)] * 4
