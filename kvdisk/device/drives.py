@@ -264,17 +264,18 @@ def make_folders(folders: Iterable[DriveFolder | None]) -> None:
             if not paths.is_directory(path):
                 paths.remove_anything(path.parent, path.name)
                 paths.make_directory(path, exist_ok=True)
-        fd = os.open(folder.segments_path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            write_in_place(fd)
-        finally:
-            os.close(fd)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                write_in_place(fd)
+            finally:
+                os.close(fd)
 
 
 def write_in_place(fd: int) -> None:
     """Let an empty file, or what will be made in a directory, be overwritten in place.
 
-    On btrfs the submission of a write would wait for a copy and its checksum. Others need it not.
+    On btrfs the submission of a write would wait for a copy and its checksum, and on a full one
+    neither HOME nor the index could be written. Others need it not.
     """
     flags = array("l", [0])
     with suppress(OSError):

@@ -64,6 +64,12 @@ WARNED = {
 """The kinds on which a store works, and what a user must know about each."""
 
 
+LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs"})
+"""The kinds that one machine has mounted at a time, so that it sees all locks there."""
+NFS_SERVER_PATH = Path("/proc/net/rpc/nfsd")
+"""It is there where this machine may serve its file systems to others, whose locks it would not
+see."""
+
 LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=flock", "localflock", "noflock"})
 """Options of NFS and Lustre mounts with which no machine sees another's flock."""
 
@@ -115,6 +121,13 @@ def is_on_root(path: Path) -> bool:
     system does not say."""
     mount = kind_of(path)
     return mount is not None and mount.point == "/"
+
+
+def sees_all_locks(path: Path) -> bool:
+    """Whether a directory is on a drive that no other machine can use at the same time; False where
+    the system does not say."""
+    mount = kind_of(path)
+    return mount is not None and mount.kind in LOCAL and not NFS_SERVER_PATH.exists()
 
 
 def check_mount(path: Path) -> str | None:

@@ -80,6 +80,7 @@ from kvdisk.device.drives import (
 )
 from kvdisk.device.home import Home, JoinedHome, Place
 from kvdisk.device.home_lock import HomeLock, lock_directory, unlock_directory
+from kvdisk.device.mounts import sees_all_locks
 from kvdisk.device.segment import DriveFolder, SegmentFile, create_segment, drop_segment
 from kvdisk.errors import (
     OF_PROCESS,
@@ -810,8 +811,10 @@ class Store:
         return steady_s - self._moved_s < ORPHAN_SPARED_S
 
     def is_of_another_machine(self, record: HomeRecord) -> bool:
-        """Whether a home was used in another boot, after this machine had begun its own."""
-        return record.boot_id not in {"", self.boot_id} and record.last_use_s > self._boot_s
+        """Whether a home was used in another boot, after this machine had begun its own. On a local
+        drive that was this one by a wrong clock, or one that had the drive before."""
+        in_another = record.boot_id not in {"", self.boot_id} and record.last_use_s > self._boot_s
+        return in_another and not sees_all_locks(self.path)
 
     def _boot_of(self, old: HomeRecord) -> str:
         """Return what HOME says of boots while this machine looks at a home's index: not another
@@ -889,9 +892,9 @@ class Store:
         try:
             paths.make_directory(path)
             lock = HomeLock.make(path)
+            make_folders(self.folders(home_id, record))
             if not record.guest:
                 paths.make_directory(path / INDEX)
-            make_folders(self.folders(home_id, record))
             write_record(path, record)
         except BaseException:
             self.delete_home(home_id, record)

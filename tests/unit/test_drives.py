@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvdisk.blocks import JobId
-from kvdisk.device import mounts
+from kvdisk.device import drives, mounts
 from kvdisk.device.listing import list_homes, readable_indexes
 from kvdisk.device.store import Store
 from kvdisk.device.watch import HomeWatch
@@ -54,6 +54,25 @@ def jobs_over(files: HomeFiles) -> FileJobs:
     """Return jobs of files with no batch at the device."""
     device_io = DeviceIo(Mock(), None, io_deadline_s=60.0, stats=Stats(), log=Mock())
     return FileJobs(files, device_io, Mock(), threaded=False)
+
+
+def test_all_files_of_a_home_are_written_in_place(dirs, monkeypatch):
+    """What is made in a directory of btrfs does as that did then; on a full one a copy has no
+    room."""
+    found = {}
+
+    def note(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        found[path] = {name for name in os.listdir(path) if name != "segments"}
+
+    monkeypatch.setattr(drives, "write_in_place", note)
+    home = acquire(dirs)
+    parts = [folder.path for folder in home.folders]
+    assert found == {path: set() for part in parts[1:] for path in (part, part / "segments")} | {
+        parts[0]: {"lock"},
+        parts[0] / "segments": set(),
+    }
+    assert (home.path / "index").is_dir()
 
 
 def test_each_further_directory_is_part_of_the_first(dirs):

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvdisk.device import paths
+from kvdisk.device import mounts, paths
 from kvdisk.device import store as store_module
 from kvdisk.device.control import write_record
 from kvdisk.device.listing import list_homes
@@ -470,8 +470,43 @@ def test_what_lost_its_lock_file_and_was_used_a_moment_ago_is_left_alone(tmp_pat
     assert not acquire(store).fresh
 
 
-def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path, caplog):
+@pytest.fixture
+def on(tmp_path, monkeypatch):
+    """Have the system say that all lies on a file system of a kind."""
+
+    def say(kind: str) -> None:
+        (tmp_path / "mountinfo").write_text(f"1 0 8:1 / / rw - {kind} /dev/sda rw\n")
+        monkeypatch.setattr(mounts, "MOUNTINFO_PATH", tmp_path / "mountinfo")
+
+    return say
+
+
+@pytest.mark.parametrize("used_s", [60, -3600])
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_what_lies_on_a_local_drive_is_no_other_machines(store, on, tmp_path, monkeypatch, clock, kind, used_s):
+    """It was lost where a machine that was reset starts with its clock behind, or where the drive
+    of one that failed is given to another."""
+    clock.return_value = time.time()
+    monkeypatch.setattr(mounts, "NFS_SERVER_PATH", tmp_path / "none")
+    home = acquire(store)
+    put(home, MIB)
+    home.release()
+    used_ago(home, used_s, boot_id="theirs")
+    on("nfs4")
+    assert alive(store) == {home.id: True}
+    on(kind)
+    monkeypatch.setattr(mounts, "NFS_SERVER_PATH", tmp_path)
+    assert alive(store) == {home.id: True}, "this machine may serve it to others"
+    monkeypatch.setattr(mounts, "NFS_SERVER_PATH", tmp_path / "none")
+    assert alive(store) == {home.id: False}
+    after = acquire(Store.open(store.path))
+    assert not after.fresh
+    after.close(clean=True)
+
+
+def test_what_another_machine_used_a_moment_ago_is_left_alone(tmp_path, caplog, on):
     """Where locks are each machine's own; not where this machine has started again since."""
+    on("nfs4")
     store = Store.open(tmp_path / "store")
     home = acquire(store)
     put(home, MIB)
