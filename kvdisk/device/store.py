@@ -359,10 +359,12 @@ class Store:
             and home.record.is_of_member(joint)
             and serves(self.drives, home.record)
         ]
-        if any(found[0] == cap_bytes for found in fit):
+        alike = [home.record for cap, _, _, home in fit if home.record and cap == cap_bytes]
+        if alike:
             # What would be cut is of an engine with more room, which may start after this one; or
-            # of a start with this cap that did not come to cut it.
-            fit = [found for found in fit if found[0] == cap_bytes or found[1] <= cap_bytes]
+            # of a start with this cap that did not come to cut it, and may have left it.
+            left = frozenset[str]().union(*(record.leaves for record in alike))
+            fit = [found for found in fit if found[0] == cap_bytes or found[1] <= cap_bytes or found[3].id in left]
         return max(fit, key=lambda found: found[1:3])[3] if fit else None
 
     def _make_room(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> None:

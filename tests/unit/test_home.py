@@ -210,6 +210,23 @@ def test_a_home_that_cannot_be_taken_over_stays_and_the_next_one_is(store, clock
         home.close(clean=True)
 
 
+@pytest.mark.parametrize(("call", "number"), [("rename", errno.EXDEV), ("HOME", errno.EIO)])
+def test_a_home_that_could_not_be_taken_over_to_be_cut_is_cut_by_the_next_start(store, monkeypatch, call, number):
+    """Beside the store that was made instead, which has the smaller cap; another one stays."""
+    larger = acquire(store)
+    put(larger, 6 * MIB)
+    refusing = Refusing(monkeypatch, call, number)
+    refusing.refused = {leave(store, 5 * MIB)}
+    beside = store.acquire_home(MINE, GEOMETRY, 2 * MIB)
+    assert beside.fresh
+    for home in (beside, larger):
+        home.close(clean=True)
+    refusing.refused.clear()
+    home = store.acquire_home(MINE, GEOMETRY, 2 * MIB)
+    assert (home.segments_path / "0" / "rank0.kv").stat().st_size == 5 * MIB
+    home.close(clean=True)
+
+
 def test_a_store_whose_home_cannot_be_made_deletes_none_for_it(store, monkeypatch):
     for fingerprint in (OTHER, MINE):
         leave(store, 40 * MIB, fingerprint)
