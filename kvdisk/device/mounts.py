@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvdisk.errors import ConfigError
 
 MOUNTINFO_PATH = Path("/proc/self/mountinfo")
+_HOSTS_PATH = Path("/etc/hosts")
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 _NETWORK = (
@@ -75,12 +76,13 @@ LOCAL_LOCKS = frozenset({"nolock", "local_lock=all", "local_lock=flock", "localf
 
 
 class Mount(NamedTuple):
-    """The place where a file system is mounted, its kind (``nfs4``, ``fuse.sshfs``), and its
-    options."""
+    """The place where a file system is mounted, its kind (``nfs4``, ``fuse.sshfs``), its options,
+    and its device as two numbers (``8:1``)."""
 
     point: str
     kind: str
     options: frozenset[str] = frozenset()
+    device: str = ""
 
 
 def parse_mounts(text: str) -> list[Mount]:
@@ -92,7 +94,8 @@ def parse_mounts(text: str) -> list[Mount]:
         fields, more = left.split(" "), right.split(" ")
         if separator and len(fields) >= 6 and more[0]:
             options = frozenset(",".join([fields[5], *more[2:]]).split(","))
-            found.append(Mount(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]), more[0], options))
+            point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4])
+            found.append(Mount(point, more[0], options, fields[2]))
     return found
 
 
@@ -118,9 +121,15 @@ def kind_of(path: Path) -> Mount | None:
 
 def is_on_root(path: Path) -> bool:
     """Whether a directory is on the root file system, or would be if it were made; False where the
-    system does not say."""
-    mount = kind_of(path)
-    return mount is not None and mount.point == "/"
+    system does not say.
+
+    In a container that is the host's: a volume whose drive the host has not mounted is a directory
+    there. So is what lies where the container's own ``/etc/hosts`` does.
+    """
+    mount, hosts = kind_of(path), kind_of(_HOSTS_PATH)
+    if mount is None or hosts is None:
+        return False
+    return mount.point == "/" or (hosts.point == str(_HOSTS_PATH) and hosts.device == mount.device)
 
 
 def sees_all_locks(path: Path) -> bool:

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -236,14 +237,17 @@ def test_which_homes_may_be_read(dirs):
 # -- drives that are away ----------------------------------------------------------------------
 
 
-def mounted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *points: Path) -> None:
-    """Let the system say that these are mounts of their own, and all else is the root's."""
-    lines = [f"1 1 8:1 / {point} rw - ext4 /dev/x rw" for point in (Path("/"), *points)]
+def mounted_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *points: Path, volumes: Sequence[Path] = ()) -> None:
+    """Let the system say that these are mounts of their own, and all else is the root's.
+    ``volumes``: of a container, which the host has on its own root."""
+    lines = [f"1 1 8:{at} / {point} rw - ext4 /dev/x rw" for at, point in enumerate((Path("/"), *points))]
+    lines += [f"1 1 9:1 /some/{at} {point} rw - ext4 /dev/y rw" for at, point in enumerate(volumes)]
     (tmp_path / "mountinfo").write_text("\n".join(lines))
     monkeypatch.setattr(mounts, "MOUNTINFO_PATH", tmp_path / "mountinfo")
 
 
-def test_a_start_without_a_drive_whose_mount_point_is_there_is_refused(dirs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("contained", [False, True])
+def test_a_start_without_a_drive_whose_mount_point_is_there_is_refused(dirs, tmp_path, monkeypatch, contained):
     """As one whose directory is not there: nothing is made in its place, and nothing is lost."""
     mounted_at(tmp_path, monkeypatch, *dirs[:2])
     home = acquire(dirs[:2])
@@ -253,7 +257,7 @@ def test_a_start_without_a_drive_whose_mount_point_is_there_is_refused(dirs, tmp
     home.close(clean=True)
     dirs[1].rename(tmp_path / "later")
     dirs[1].mkdir(mode=0o700)
-    mounted_at(tmp_path, monkeypatch, dirs[0])
+    mounted_at(tmp_path, monkeypatch, dirs[0], volumes=[Path("/etc/hosts"), dirs[1]] if contained else ())
     with pytest.raises(ConfigError, match="mount it, or delete that engine store"):
         acquire(dirs[:2])
     assert not list(dirs[1].iterdir())
