@@ -3,8 +3,9 @@
 
 There is one way to a slot. ``Copies`` asks ``Room.take`` for whoever wants to write: it makes way
 within the tenant's share, has as many copies leave as there are slots too few (``_evict``), or a
-few more, and hands out what is free then. A drive's slots come free with a commit, so room there is made ahead
-(``make_room``), and ``take`` has nothing leave. Who may leave is asked in one place, ``_victims``.
+few more, and hands out what is free then. A drive's slots come free with a commit, so room there is
+made ahead (``make_room``), and ``take`` has nothing leave. Who may leave is asked in one place,
+``_victims``.
 """
 
 from __future__ import annotations
