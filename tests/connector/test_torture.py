@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_child import STEADY, EngineChild
-from torture_rounds import GPU, HERE, MIB, MOST_TOKENS, PROMPTS, ROUNDS, SEED, run_round, verify_store
+from torture_rounds import GPU, HERE, LIMITS_OF, MIB, MOST_TOKENS, PROMPTS, ROUNDS, SEED, run_round, verify_store
 
 pytestmark = pytest.mark.torture
 
@@ -64,12 +64,16 @@ BOTH = [
     # little or late.
     *(("gemma3", name) for name in ("tiny GPU pool, preemptions", "tiny segments, evictions", *LAZY)),
     ("gemma3", "units of two blocks"),
+    # Chunks, and sinks beside windows.
+    ("llama4", "units of two blocks"),
+    ("gpt-oss", "units of two blocks"),
 ]
 
 
 @pytest.mark.parametrize(("model", "name"), BOTH, indirect=["model"])
 def test_workload(name, model, expected, tmp_path):
     limits, extra = WORKLOADS[name]
+    limits = limits | LIMITS_OF.get(model.name, {})
     store = tmp_path / "store"
     extra = extra | ({"store_dirs": str(store)} if "nvme_bytes" in extra else {})
     for start in range(1 + (name in RESTARTED)):
