@@ -66,6 +66,12 @@ def offloading_being_built() -> tuple[VllmConfig, KVCacheConfig] | None:
     return None
 
 
+def executor_around() -> Any:
+    """Return the executor of the engine that is building its scheduler now; None without one."""
+    found = (getattr(owner, "model_executor", None) for owner in _owners())
+    return next((executor for executor in found if hasattr(executor, "collective_rpc")), None)
+
+
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
     """Set ``kv_load_failure_policy`` to recompute; return whether it was something else. Call it
     while the connector is built.

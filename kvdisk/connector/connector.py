@@ -37,6 +37,7 @@ from kvdisk.connector.refusals import refuse_deployment, refuse_store_policy, re
 from kvdisk.connector.scheduler_side import SchedulerSide
 from kvdisk.connector.sizes import least_geometry
 from kvdisk.connector.versions import refuse_version
+from kvdisk.connector.worker_calls import watch_workers
 from kvdisk.connector.worker_side import WorkerSide
 from kvdisk.device.gds import gds_unavailable
 from kvdisk.errors import ConfigError
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -118,6 +120,8 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._own_policies = {getattr(config, name) for name in OWN_POLICIES if ":" in getattr(config, name)}
         make = SchedulerSide if role == KVConnectorRole.SCHEDULER else WorkerSide
         self._half: SchedulerSide | WorkerSide | SchedulerOff | WorkerOff = make(config, vllm_config, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            watch_workers(self.note_weights, self.note_adapter)
 
     @property
     def scheduler(self) -> SchedulerSide | SchedulerOff:
@@ -335,6 +339,17 @@ class KVDiskConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Serve nothing again that was stored before; ``on_reset`` may keep it."""
         return self._scheduler.reset()
 
+    @guarded
+    def note_weights(self, name: str) -> None:
+        """Serve nothing again that was stored before a call to the workers, which may change the
+        weights; ``on_reset`` may keep it. No hook of vLLM's: see ``watch_workers``."""
+        self._scheduler.note_weights(name)
+
+    @guarded
+    def note_adapter(self, adapter: LoRARequest) -> None:
+        """Take note of an adapter that the workers are about to load. No hook of vLLM's."""
+        self._scheduler.note_adapter(adapter)
+
     # -- both -----------------------------------------------------------------------------------
 
     @guarded
@@ -379,7 +394,7 @@ def _plan_in(metadata: KVConnectorMetadata) -> Plan:
 
 
 OWN_NAMES = {
-    KVDiskConnector: {"counters", "scheduler", "stand_in", "switch_off", "worker"},
+    KVDiskConnector: {"counters", "note_adapter", "note_weights", "scheduler", "stand_in", "switch_off", "worker"},
     KVDiskStats: {"of", "stats"},
     KVDiskPromMetrics: (),
     KVDiskWorkerMetadata: (),

@@ -26,6 +26,7 @@ from kvdisk.messages import JobKind, JobResult, Plan, Report
 
 if TYPE_CHECKING:
     from vllm.config import LoRAConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
@@ -189,7 +190,8 @@ class Adapters:
         self._looks = Looks()
         self._path_of: dict[int, tuple[str, bool] | None] = {}
         """The path that each of vLLM's numbers stands for, and whether its weights are read as 3D;
-        None where it has stood for two, as vLLM would not read the second."""
+        None where it has stood for two: vLLM does not read the second, or reads it in place of the
+        first, whose requests go on with it."""
         self._new: dict[str, tuple[Request, float]] = {}
         self._unsure: dict[str, tuple[Request, float | None]] = {}
         """The requests that are followed, and when they ended; None while they live."""
@@ -203,11 +205,15 @@ class Adapters:
     def arrived(self, request: Request, now: float) -> None:
         """Ask for the content of a new request's adapter: see ``take_known``."""
         adapter = request.lora_request
+        self.named(adapter)
+        self._new[request.request_id] = (request, now)
+        self._looks.since(adapter.lora_path, now)
+
+    def named(self, adapter: LoRARequest) -> None:
+        """Take note of the path that a number stands for. A request of it may be running."""
         asked = (adapter.lora_path, adapter.is_3d_lora_weight)
         if self._path_of.setdefault(adapter.lora_int_id, asked) != asked:
             self._path_of[adapter.lora_int_id] = None
-        self._new[request.request_id] = (request, now)
-        self._looks.since(adapter.lora_path, now)
 
     def waits(self, request_id: str) -> bool:
         """Return whether the content of a request's adapter is not known yet."""

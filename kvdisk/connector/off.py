@@ -186,6 +186,11 @@ class SchedulerOff:
         """Return True: nothing is served again."""
         return True
 
+    def note_weights(self) -> None:
+        """Do nothing: nothing is stored or served."""
+
+    note_adapter = note_weights
+
     def has_pending_push_work(self) -> bool:
         """Ask for one step more, for workers and metrics. Requests that wait for loads keep the
         engine going themselves."""

@@ -36,6 +36,7 @@ from kvdisk.stats import Stats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -337,6 +338,16 @@ class SchedulerSide:
         if sleeps(self._vllm_config):
             self._manager.lose_gpu()
         return True
+
+    def note_adapter(self, adapter: LoRARequest) -> None:
+        """Take note of an adapter that the workers are about to load."""
+        self._adapters.named(adapter)
+
+    def note_weights(self, name: str) -> None:
+        """Reset before a call to the workers, which may change the weights in memory."""
+        if self._config.on_reset == "epoch" and self._parts is not None:
+            logger.info("kvdisk takes %s for an update of the weights.", name)
+            self.reset()
 
     def has_pending_work(self) -> bool:
         """Answer ``has_pending_push_work``."""

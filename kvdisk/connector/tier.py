@@ -45,6 +45,7 @@ from kvdisk.connector.tier_hints import HintedPrompt, TierHints
 from kvdisk.connector.tier_off import TierOff
 from kvdisk.connector.tier_store import TierStore
 from kvdisk.connector.versions import refuse_version
+from kvdisk.connector.worker_calls import watch_workers
 from kvdisk.errors import DeviceError, printable
 from kvdisk.geometry import Geometry
 from kvdisk.identity import Identity
@@ -195,6 +196,7 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
         self._expects_removal = offloading_spec.blocks_per_chunk > 1
         self._mover: MoverProcess | None = None
         self._store: TierStore | None = self._open(offloading_spec.config, primary_kv_view)
+        watch_workers(self.note_weights)
 
     def _publishes(self, offloading_spec: OffloadingSpec) -> bool:
         if not self._settings.enable_kv_events:
@@ -527,6 +529,14 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
                 "kvdisk goes on serving what was stored before this reset: on_reset is %r.", self._config.on_reset
             )
 
+    @guarded
+    def note_weights(self, name: str) -> None:
+        """Serve nothing from before a call to the workers, which may change the weights in memory.
+        No hook of vLLM's, whose memory keeps what it has: see ``watch_workers``."""
+        if self._config.on_reset == "epoch" and self._store is not None:
+            logger.info("kvdisk takes %s for an update of the weights.", name)
+            self.drain_jobs()
+
     # -- events and metrics --------------------------------------------------------------------
 
     @guarded
@@ -615,5 +625,5 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
             self._mover = None
 
 
-OWN_NAMES = frozenset({"is_off", "stand_in", "store", "switch_off"})
+OWN_NAMES = frozenset({"is_off", "note_weights", "stand_in", "store", "switch_off"})
 """Public names of the tier that are no hooks."""

@@ -77,6 +77,9 @@ class TierOff:
     def drain_jobs(self) -> None:
         """Wait for nothing."""
 
+    def note_weights(self) -> None:
+        """Do nothing: nothing is stored or loaded."""
+
     def take_events(self) -> list[OffloadingEvent]:
         """Return once that all has left which was published."""
         events, self._taken_back = self._taken_back, []

@@ -18,6 +18,7 @@ import pytest
 from schedulers import BLOCK_TOKENS, OTHER, PROMPT, SLOT_BYTES, Bench, Engines, prompt_of
 from support.low_bounds import lower_shares
 from vllm.distributed.kv_events import AllBlocksCleared
+from vllm.lora.request import LoRARequest
 
 from kvdisk.connector.connector import KVDiskConnector
 from kvdisk.connector.metadata import KVDiskWorkerMetadata
@@ -142,7 +143,8 @@ def warm(bench: Bench) -> None:
 
 
 def serve_mixed(bench: Bench) -> None:
-    """Two hits, one of them aborted, and a miss; then a victim, a reset, and what a sleep tells."""
+    """Two hits, one of them aborted, and a miss; then a victim, calls to the workers, a reset, and
+    what a sleep tells."""
     for name, prompt in (("hit", PROMPT), ("gone", PROMPT), ("miss", OTHER)):
         bench.add(name, prompt, max_tokens=4)
     bench.step()
@@ -152,6 +154,8 @@ def serve_mixed(bench: Bench) -> None:
     bench.step()
     assert bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     bench.step()
+    bench.connector.note_adapter(LoRARequest("tuned", 1, "somewhere"))
+    bench.connector.note_weights("update_weights")
     assert bench.scheduler.reset_connector_cache()
     for rank in bench.ranks:
         rank.connector.unregister_kv_caches()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from schedulers import vllm_config
 from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
+from test_scheduler_weights import Engine
 from test_start import PLAIN
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, RSWASpec
 from vllm.v1.kv_offload.base import (
@@ -466,6 +467,28 @@ def test_a_reset_that_keeps(make):
     bench.forget_memory()
     assert bench.serve("c", 1, 6) == 6 and bench.serve("d", 2, 3) == 3
     assert not bench.store.forgot
+
+
+@pytest.mark.parametrize(
+    ("on_reset", "method", "kept"),
+    [("epoch", "update_weights", 0), ("epoch", "add_lora", 6), ("keep", "update_weights", 6)],
+)
+def test_a_call_that_may_change_weights(make, on_reset, method, kept):
+    engine = Engine(make, on_reset=on_reset)
+    bench = engine.bench
+    bench.serve("a", 1, 6)
+    bench.rest()
+    running = bench.begin("b", 2, 6)
+    bench.compute("b", running[:3])
+    before = len(bench.store.puts)
+    engine.call(method, None)
+    bench.compute("b", running)
+    bench.step()
+    assert (len(bench.store.puts) > before) == bool(kept), "what runs on has KV of the old weights"
+    bench.end("b")
+    bench.rest()
+    bench.forget_memory()
+    assert bench.serve("c", 1, 6) == kept
 
 
 def test_a_reset_waits_for_late_reads(bench):
