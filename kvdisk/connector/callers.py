@@ -72,6 +72,13 @@ def executor_around() -> Any:
     return next((executor for executor in found if hasattr(executor, "collective_rpc")), None)
 
 
+def session_being_added() -> Any:
+    """Return the streaming session, a request whose prompt grows, that the scheduler is adding now;
+    None where it adds none."""
+    added = (frame.f_locals.get("request") for frame in _callers() if frame.f_code.co_name == "on_new_request")
+    return next((request for request in added if getattr(request, "resumable", False)), None)
+
+
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
     """Set ``kv_load_failure_policy`` to recompute; return whether it was something else. Call it
     while the connector is built.

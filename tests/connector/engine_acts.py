@@ -117,6 +117,24 @@ def run_requests(llm: Any, requests: list[dict[str, Any]], steps_between: int = 
     return {"ended": run.ended, "resets": run.resets, "stores_out": stores_out, "interrupted": interrupted}
 
 
+def run_session(llm: Any, turns: list[list[int]]) -> list[int]:
+    """Run a streaming session, which samples 40 tokens after each input; return all its tokens."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    core = core_of(llm)
+    requests = core.scheduler.requests
+    for turn in turns:
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        asked = {"resumable": True, "block_hasher": core.request_block_hasher}
+        core.add_request(Request("session", turn, sampling, None, **asked))
+        while requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            llm.llm_engine.engine_core.get_output()
+    tokens = list(requests["session"].all_token_ids)
+    core.abort_requests(["session"])
+    return tokens
+
+
 # -- what must hold when nothing is under way ------------------------------------------------------
 
 

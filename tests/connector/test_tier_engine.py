@@ -235,6 +235,16 @@ def test_recurrent_states(name, models, tmp_path):
     assert sum(answer.cached for answer in found) >= sum(answer.cached for answer in cached) / 2
 
 
+def test_a_streaming_session_leaves_nothing(tiny_llama, tmp_path):
+    """vLLM's connector would take blocks of it for others, and serve them."""
+    with start(tiny_llama, tmp_path, memory=64 << 20) as engine:
+        tokens = engine.call("engine_acts:run_session", [random_prompt(at, 100) for at in range(3)])
+        engine.reset()
+        (found,) = engine.generate([tokens], MOST_TOKENS)
+        (right,) = engine.generate([tokens], MOST_TOKENS, salt="computed")
+        assert (found.tokens, found.cached, right.cached) == (right.tokens, 0, 0)
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("layout", ["own", "tp2"])
 def test_processes(tiny_llama, tmp_path, layout):
