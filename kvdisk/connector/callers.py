@@ -66,10 +66,11 @@ def offloading_being_built() -> tuple[VllmConfig, KVCacheConfig] | None:
     return None
 
 
-def executor_around() -> Any:
-    """Return the executor of the engine that is building its scheduler now; None without one."""
-    found = (getattr(owner, "model_executor", None) for owner in _owners())
-    return next((executor for executor in found if hasattr(executor, "collective_rpc")), None)
+def engine_around() -> Any:
+    """Return the engine that is building its scheduler now; None without one."""
+    return next(
+        (owner for owner in _owners() if hasattr(getattr(owner, "model_executor", None), "collective_rpc")), None
+    )
 
 
 def session_being_added() -> Any:

@@ -11,14 +11,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvdisk.connector.callers import executor_around
+from kvdisk.connector.callers import engine_around
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _TOUCHES = re.compile(r"weight|param|load_model|apply_model")
-"""Of vLLM's own names, and of those that frameworks for training give their workers' methods."""
-_ASKS = re.compile(r"(check|compute|get|save|shutdown|supports)_|init_weights?_(transfer|update)")
+"""What vLLM's own engine has workers do by another name leaves the weights as they are."""
+_ASKS = re.compile(r"(annotate|check|compute|get|is|list|pin|profile|release|save|shutdown|supports)(_|$)")
+_KEEPS = frozenset(
+    {
+        *("init_weight_transfer_engine", "init_weights_update_group", "add_lora", "remove_lora"),
+        *("execute_dummy_batch", "synchronize_device", "reset_mm_cache", "reset_encoder_cache"),
+    }
+)
 
 
 def name_of(method: str | Callable[..., Any]) -> str:
@@ -28,10 +34,12 @@ def name_of(method: str | Callable[..., Any]) -> str:
     return method if isinstance(method, str) else getattr(method, "__name__", "")
 
 
-def may_change_weights(name: str) -> bool:
-    """Return whether a call of such a name may change the weights in memory. A function that has
-    no telling name is taken for one that does not."""
-    return _TOUCHES.search(name) is not None and _ASKS.match(name) is None
+def may_change_weights(name: str, *, asked_for: bool) -> bool:
+    """Return whether a call of such a name may change the weights in memory. ``asked_for``: by a
+    user of the engine, who may call whatever the workers have: what no name says is doubtful."""
+    if name in _KEEPS or _ASKS.match(name) is not None:
+        return False
+    return asked_for or _TOUCHES.search(name) is not None
 
 
 def watch_workers(weights: Callable[[str], None], adapter: Callable[[LoRARequest], None] | None = None) -> None:
@@ -41,22 +49,42 @@ def watch_workers(weights: Callable[[str], None], adapter: Callable[[LoRARequest
 
     ``weights``, ``adapter``: called by the scheduler's thread; must not raise.
 
-    The engine's executor is given a ``collective_rpc`` of its own, by which all such calls go.
+    A user's calls go by the engine's ``collective_rpc``, and all calls by its executor's: both are
+    given another one.
     """
-    executor = executor_around()
-    if executor is None:
+    engine = engine_around()
+    if engine is None:
         return
-    known = executor.collective_rpc
-    # No cycle: the executor holds large memory, which must go when the engine does.
-    call: Callable[[], Any] = weakref.WeakMethod(known) if inspect.ismethod(known) else lambda: known
 
-    def collective_rpc(method: str | Callable[..., Any], *rest: Any, **more: Any) -> Any:
-        name = name_of(method)
-        if may_change_weights(name):
+    def asked_for(name: str, *_: Any) -> None:
+        if may_change_weights(name, asked_for=True) and not may_change_weights(name, asked_for=False):
+            weights(name)  # the others are told of below
+
+    def called(name: str, *arguments: Any) -> None:
+        if may_change_weights(name, asked_for=False):
             weights(name)
         elif name == "add_lora" and adapter is not None:
-            (loaded,) = rest[1] if len(rest) > 1 else more["args"]
-            adapter(loaded)
-        return call()(method, *rest, **more)
+            adapter(*arguments)
 
-    executor.collective_rpc = collective_rpc
+    if hasattr(engine, "collective_rpc"):
+        _tell_first(engine, asked_for)
+    _tell_first(engine.model_executor, called)
+
+
+def _tell_first(owner: Any, tell: Callable[..., None]) -> None:
+    """Have ``tell`` called with the name and the arguments of each ``collective_rpc`` first."""
+    known = owner.collective_rpc
+    # No cycle: an executor holds large memory, which must go when the engine does.
+    call: Callable[[], Any] = weakref.WeakMethod(known) if inspect.ismethod(known) else lambda: known
+
+    def collective_rpc(
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        tell(name_of(method), *args)
+        return call()(method, timeout, args, kwargs, **more)
+
+    owner.collective_rpc = collective_rpc
