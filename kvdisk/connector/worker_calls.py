@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TOUCHES = re.compile(r"weight|param|load_model|apply_model")
 """What vLLM's own engine has workers do by another name leaves the weights as they are."""
-_ASKS = re.compile(r"(annotate|check|compute|get|is|list|pin|profile|release|save|shutdown|supports)(_|$)")
+_ASKS = re.compile(r"_*(annotate|check|compute|get|is|list|pin|profile|release|save|shutdown|supports)(_|$)")
 _KEEPS = frozenset(
     {
         *("init_weight_transfer_engine", "init_weights_update_group", "add_lora", "remove_lora"),

@@ -283,10 +283,11 @@ def generate_with(llm: Any, prompts: list[list[int]], name: str, number: int, pa
 def zero_loads(llm: Any, group: int | None = None, stage: int | None = None) -> None:
     """From now on let loads bring zeros for one KV-cache group, or all, on the workers of one
     stage, or all, and what they should elsewhere. ``group`` -1: nowhere zeros."""
-    llm.collective_rpc(_zero_loads, args=(group, stage))
+    llm.collective_rpc(_check_with_zeros, args=(group, stage))
 
 
-def _zero_loads(_: Any, group: int | None, stage: int | None) -> None:
+# By their names kvdisk takes none of these for an update of the weights.
+def _check_with_zeros(_: Any, group: int | None, stage: int | None) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -307,10 +308,10 @@ def _zero_loads(_: Any, group: int | None, stage: int | None) -> None:
 
 def watch_loads(llm: Any) -> None:
     """From now on note the blocks that loads fill, for ``block_digests``."""
-    llm.collective_rpc(_watch_loads)
+    llm.collective_rpc(_check_loads)
 
 
-def _watch_loads(worker: Any) -> None:
+def _check_loads(worker: Any) -> None:
     from kvdisk.worker.copier import Slots
 
     copier = _copier()
@@ -337,11 +338,11 @@ def block_digests(llm: Any, loaded: bool) -> dict[str, str]:
         for block in blocks
         if block.block_hash is not None
     }
-    (digests,) = llm.collective_rpc(_block_digests, args=(sorted(found.values()), loaded))
+    (digests,) = llm.collective_rpc(_get_block_digests, args=(sorted(found.values()), loaded))
     return {name: digests[place] for name, place in found.items() if place in digests}
 
 
-def _block_digests(worker: Any, places: list[tuple[int, int]], loaded: bool) -> dict[tuple[int, int], str]:
+def _get_block_digests(worker: Any, places: list[tuple[int, int]], loaded: bool) -> dict[tuple[int, int], str]:
     groups = _copier().groups
 
     def digest(group: int, block: int) -> str:

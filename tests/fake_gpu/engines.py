@@ -81,9 +81,13 @@ def begin(_: Any, order: str, seed: int) -> None:
     control.reseed(order, seed)
 
 
+def _get_runner(worker: Any) -> str:
+    return type(worker.model_runner).__module__
+
+
 def seen(llm: Any) -> dict[str, Any]:
     """Return what the GPU has seen, and what runs the model."""
-    (runner,) = llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)
+    (runner,) = llm.collective_rpc(_get_runner)
     kernels = control.counts(kernels=True)
     return {
         "runner": runner,

@@ -104,10 +104,10 @@ def watched(llm: Any) -> dict[str, Any]:
 
 def ranks_seen(llm: Any) -> list[dict[str, int]]:
     """Return what each worker's GPU has seen."""
-    return list(llm.collective_rpc(_rank_seen))
+    return list(llm.collective_rpc(_get_rank_seen))
 
 
-def _rank_seen(worker: Any) -> dict[str, int]:
+def _get_rank_seen(worker: Any) -> dict[str, int]:
     calls = control.counts()
     return {
         "device": worker.device.index,
