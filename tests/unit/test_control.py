@@ -141,14 +141,16 @@ def test_a_control_file_has_its_name_after_its_bytes_are_on_the_drive(written, m
 
 def test_who_reads_it_by_another_name_or_slowly_reads_one_state(written, tmp_path, monkeypatch):
     (tmp_path / "copy").hardlink_to(written)
-    real, numbers = os.fdopen, iter(range(2, 5))
+    real, numbers = paths.open_own, iter(range(2, 5))
 
-    def slow(fd, *how):
-        for number in numbers:
-            write(written, number)
-        return real(fd, *how)
+    def slow(path, *how):
+        fd = real(path, *how)
+        if path == written:  # other threads of this process may read others
+            for number in numbers:
+                write(written, number)
+        return fd
 
-    monkeypatch.setattr(paths.os, "fdopen", slow)
+    monkeypatch.setattr(paths, "open_own", slow)
     assert paths.read_control(written)["number"] == 4, "of 3 it might have seen a part"
     assert paths.read_control(tmp_path / "copy")["number"] == 1
 
