@@ -101,6 +101,8 @@ def open_engine_store(
     config, geometry = parts.config, parts.geometry
     assert config.nvme_bytes is not None
     layout = nvme_layout_in(config.nvme_bytes, config.segment_bytes, geometry, len(config.store_dirs))
+    if joint is not None:
+        _check_joint(joint, config.nvme_bytes, layout.first_bytes(geometry) + HOME_OVERHEAD_BYTES)
     described = {**named.description, "geometry": describe_geometry(geometry)}
     fingerprint = None if is_known else latest_like(store, described, config.nvme_bytes)
     left_alone: set[str] = set()
@@ -228,6 +230,14 @@ def nvme_layout_in(nvme_bytes: int, segment_bytes: int, geometry: Geometry, driv
     if layout.index_bytes > _MOST_INDEX_BYTES:
         raise ConfigError(f"nvme_bytes {nvme_bytes} is more than drives have: give it what store_dirs has room for.")
     return layout
+
+
+def _check_joint(joint: JointCap, nvme_bytes: int, least_bytes: int) -> None:
+    if joint.nvme_bytes < least_bytes:
+        raise ConfigError(
+            f"The joint cap {joint.name!r} of {joint.nvme_bytes} bytes has no room for what a store with nvme_bytes "
+            f"{nvme_bytes} begins with: make it {least_bytes} or more, or nvme_bytes less."
+        )
 
 
 def make_nvme(parts: Parts, layout: NvmeLayout, index: Index, drive_count: int = 1) -> NvmeSpace:

@@ -5,7 +5,8 @@ The allocated bytes of all engine stores never exceed the caps of the engines th
 those that lived together had, for 15 minutes after one of them ended or was started again: the
 others may be starting, too. An owner's layout keeps within its own cap, so deleting engine stores
 without an owner can always make room. The index of a live owner grows without asking, and counts at
-its full size. ``store`` measures and deletes.
+its full size from the first segment on: without one there is nothing to be noted in it. ``store``
+measures and deletes.
 
 Owners with a joint cap count as one owner with that cap, as long as one of them lives. What the
 others of them left counts against it, and makes room for them alone: they may be starting again,
@@ -30,7 +31,9 @@ HOME_OVERHEAD_BYTES = 128 << 10
 """Bytes that an engine store takes beside index and segments: directories, HOME, LMDB's lock file,
 and USES_OVERHEAD_BYTES of USES."""
 USES_OVERHEAD_BYTES = 32 << 10
-
+BLANK_INDEX_BYTES = 384 << 10
+"""Bytes that an index counts with while there is no segment. It has its first step by then, and few
+records at most: their deletion fits in it."""
 
 ORPHAN_SPARED_S = 900
 """Seconds for which an orphan keeps room that the caps of the live owners no longer cover, or that
@@ -80,7 +83,9 @@ class Holding(NamedTuple):
     what HOME says; of an unowned one whose time is still to come, when this process first saw it;
     -1 without a record.
     ``live``: it has an owner, or may have one; otherwise ``lock`` holds it exclusively.
-    ``charged_bytes``: the allocated bytes, but with a live owner's index at its full size.
+    ``charged_bytes``: the allocated bytes, but with a live owner's index at its full size; without
+    a segment at BLANK_INDEX_BYTES. ``owed_bytes``: what its first segment adds to that, beside its
+    own bytes.
     """
 
     id: str
@@ -90,6 +95,7 @@ class Holding(NamedTuple):
     allocated_bytes: int
     charged_bytes: int
     lock: HomeLock
+    owed_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -37,7 +37,14 @@ from typing import Any
 
 from kvdisk.blocks import AHEAD_S
 from kvdisk.device import paths
-from kvdisk.device.cap import HOME_OVERHEAD_BYTES, ORPHAN_SPARED_S, Holding, Stock, reserve_bytes
+from kvdisk.device.cap import (
+    BLANK_INDEX_BYTES,
+    HOME_OVERHEAD_BYTES,
+    ORPHAN_SPARED_S,
+    Holding,
+    Stock,
+    reserve_bytes,
+)
 from kvdisk.device.control import (
     HOME_FILE,
     HOMES,
@@ -370,11 +377,9 @@ class Store:
     def _make_room(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> None:
         """Delete unowned homes until all fits beside this home, which is owned now; it counts with
         its cap at most."""
-        charged = record.index_bytes
         if mine is not None:
             stock.homes.remove(mine)
-            index_bytes = self._measure(self.home_path(home_id) / INDEX)
-            charged = mine.allocated_bytes + max(0, record.index_bytes - index_bytes)
+        charged, _ = self._charge(home_id, record, 0 if mine is None else mine.allocated_bytes)
         stock.homes.append(
             Holding("", record, record.last_use_s, True, 0, min(charged, record.cap_bytes), HomeLock(-1, -1))
         )
@@ -680,9 +685,10 @@ class Store:
                 mine = next((each for each in stock.homes if each.id == home.id), None)
                 if mine is None or mine.record is None:
                     raise DeviceError(errno.ENOENT, f"{what}: the engine store is gone, or its HOME does not decode")
-                if mine.charged_bytes + needed_bytes > mine.record.cap_bytes:
+                charge_bytes = mine.owed_bytes + needed_bytes
+                if mine.charged_bytes + charge_bytes > mine.record.cap_bytes:
                     raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
-                if not self._trim(stock, mine.record.fingerprint, needed_bytes, joint=mine.record.joint_cap):
+                if not self._trim(stock, mine.record.fingerprint, charge_bytes, joint=mine.record.joint_cap):
                     raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
                 if not self._has_room(stock, mine, folder, needed_bytes):
                     raise DeviceError(errno.ENOSPC, f"{what}: the drive has no room")
@@ -770,10 +776,28 @@ class Store:
                     paths.remove_anything(path, LOCK_FILE)  # it is no file
                     lock.make_file(path)
             record = record if lock.is_held else None
-        allocated = charged = self.measure(home_id, record)
-        if live and record is not None:
-            charged += max(0, record.index_bytes - paths.allocated_bytes(path / INDEX))
-        return Holding(home_id, record, self._last_use_s(home_id, record, live), live, allocated, charged, lock)
+        allocated = self.measure(home_id, record)
+        charged, owed = self._charge(home_id, record, allocated) if live and record is not None else (allocated, 0)
+        return Holding(home_id, record, self._last_use_s(home_id, record, live), live, allocated, charged, lock, owed)
+
+    def _charge(self, home_id: str, record: HomeRecord, allocated_bytes: int) -> tuple[int, int]:
+        """Return what a home of a live owner counts with, and what its first segment adds to
+        that."""
+        index_bytes = self._measure(self.home_path(home_id) / INDEX)
+        rest = max(0, record.index_bytes - index_bytes)
+        # Ranks on other hosts have segments that are not here.
+        if index_bytes > BLANK_INDEX_BYTES or record.is_spread or self._may_have_segments(home_id, record):
+            return allocated_bytes + rest, 0
+        now = min(rest, BLANK_INDEX_BYTES - index_bytes)
+        return allocated_bytes + now, rest - now
+
+    def _may_have_segments(self, home_id: str, record: HomeRecord) -> bool:
+        """Whether files are where a home's segments lie, or that cannot be seen."""
+        folders = self.folders(home_id, record)
+        try:
+            return any(folder is None or bool(os.listdir(folder.segments_path)) for folder in folders)
+        except OSError:
+            return True
 
     def _last_use_s(self, home_id: str, record: HomeRecord | None, live: bool) -> int:
         """Return when a home was used last, -1 without a record. A time that is still to come says

@@ -99,6 +99,11 @@ class NvmeLayout:
         """What segments can be expected to take."""
         return self.segments_bytes if self.room_bytes is None else self.room_bytes
 
+    def first_bytes(self, geometry: Geometry) -> int:
+        """Return what the index takes with a whole segment of each size class."""
+        charges = map(segment_charge_bytes, geometry.slot_sizes, self.slot_counts)
+        return self.index_bytes + sum(charges) * geometry.shard_count
+
     def most_slots(self, geometry: Geometry) -> int:
         """Return the most slots that there can be, whatever class they are of."""
         return self.segments_bytes // (min(geometry.slot_sizes) * geometry.shard_count)

@@ -692,6 +692,21 @@ def test_a_wrong_joint_cap_is_an_error(tmp_path: Path, wrong: Any) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_a_joint_cap_without_room_for_first_segments_is_one_sentence(tmp_path: Path) -> None:
+    """They could never be made, nor could the index grow, with all others of that cap gone."""
+    config = Config.from_mapping({"store_dirs": str(tmp_path / "store"), "nvme_bytes": PLENTY})
+    with pytest.raises(ConfigError, match=r"The joint cap 'all' of 1048576 bytes has no room .* make it \d+") as said:
+        BlockStore.open(config, NAMESPACE, FACTS, KINDS, make_rows(), joint_cap=JointCap("all", 1 << 20))
+    assert not list((tmp_path / "store" / "homes").iterdir())
+    least = int(re.findall(r"make it (\d+)", str(said.value))[0])
+    rows = make_rows()
+    rows[0] = content_of(key_of(0))
+    store = BlockStore.open(config, NAMESPACE, FACTS, KINDS, rows, joint_cap=JointCap("all", least))
+    store.put(1, [Put(key_of(0), None, 0)], wait_s=10.0)
+    assert finish(store, 1)[1].results == [Result.DONE]
+    store.close()
+
+
 def test_a_joint_cap_is_what_tools_show(tmp_path: Path) -> None:
     config, stores = Config.from_mapping({"store_dirs": str(tmp_path / "store"), "nvme_bytes": PLENTY}), []
     for rank in range(3):

@@ -4,24 +4,34 @@ others will take over."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.index_conformance import record_of
 from test_cap import MIB, Engine, allocated, ids
 
+from kvdisk.device import paths
 from kvdisk.device import store as store_module
-from kvdisk.device.cap import ORPHAN_SPARED_S
+from kvdisk.device.cap import BLANK_INDEX_BYTES, ORPHAN_SPARED_S
 from kvdisk.device.control import JOINT_CAP, JointCap, read_record
+from kvdisk.device.store import Store
+from kvdisk.index.lmdb_tables import LmdbTables
+from kvdisk.index.map_size import STEP_BYTES, planned_bytes
+from kvdisk.index.packed import Operation, Table
+from kvdisk.index.records import encode_block
 
 ALL = JointCap("a server", 15 * MIB)
 """For 14 segments of two ranks, with what surrounds them."""
 
 
-def start(path: Path, names: str, *, share: int = 8 * MIB, joint: JointCap | None = ALL, now: int = 0) -> list[Engine]:
+def start(
+    path: Path, names: str, *, share: int = 8 * MIB, joint: JointCap | None = ALL, now: int = 0, index_bytes: int = 0
+) -> list[Engine]:
     """Start engines one after the other, each of a namespace of its own."""
-    return [Engine(path, name, cap_bytes=share, joint=joint, now=now) for name in names]
+    return [Engine(path, name, cap_bytes=share, index_bytes=index_bytes, joint=joint, now=now) for name in names]
 
 
 def stop(engines: list[Engine]) -> list[str]:
@@ -58,6 +68,49 @@ def test_more_owners_than_shares_never_exceed_it(path):
     assert made == [3] * 4
     assert ids(path) == {rank.home.id for rank in four}
     stop(four)
+
+
+def test_an_index_counts_whole_from_the_first_segment_on(path):
+    """Three were started, which have not written yet: with room for two indexes, two get segments,
+    and the third one does once another has gone."""
+    ranks = start(path, "abc", index_bytes=5 * MIB)
+    assert [rank.fill() for rank in ranks] == [2, 2, 0]
+    for rank in ranks[:2]:
+        (rank.home.index_path / "data.mdb").write_bytes(bytes(5 * MIB))
+    assert allocated(path) <= ALL.nvme_bytes
+    ranks[0].leave()
+    assert ranks[2].fill() == 2
+    assert allocated(path) <= ALL.nvme_bytes
+    assert ranks[0].home.id not in ids(path)
+    stop(ranks[1:])
+
+
+@pytest.mark.parametrize("why", ["it has grown", "other hosts", "a drive is gone"])
+def test_an_index_that_may_have_records_counts_whole(path, tmp_path, why):
+    """Also where no segment is seen."""
+    drives = [path, tmp_path / "other"] if why == "a drive is gone" else [path]
+    first = Store.open(drives).acquire_home(
+        b"a" * 32, {"geometry": 1}, 8 * MIB, index_bytes=5 * MIB, joint=ALL, spread=why == "other hosts"
+    )
+    if why == "it has grown":
+        (first.index_path / "data.mdb").write_bytes(bytes(BLANK_INDEX_BYTES))
+    elif why == "a drive is gone":
+        shutil.rmtree(drives[1])
+    ranks = start(path, "b", index_bytes=5 * MIB) + start(path, "c", index_bytes=5 * MIB)
+    assert [rank.fill() for rank in ranks] == [2, 0]
+    first.release()
+    assert ranks[1].fill() == 2
+    stop(ranks)
+
+
+def test_a_new_index_is_less_than_it_counts_with_before_a_segment(tmp_path):
+    """Also one that was made anew: its first step is there."""
+    tables = LmdbTables(tmp_path / "index", MIB)
+    tables.append(Table.BLOCKS, [])
+    tables.commit([Operation(Table.BLOCKS, *encode_block(record_of(1)))])
+    assert planned_bytes(1) == STEP_BYTES <= (tmp_path / "index" / "data.mdb").stat().st_blocks * 512
+    assert paths.allocated_bytes(tmp_path / "index") <= BLANK_INDEX_BYTES
+    tables.close()
 
 
 def test_of_what_they_left_the_oldest_goes(path):
