@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from inspect import getdoc
 from typing import Annotated, Any
@@ -80,7 +82,24 @@ class Commands(TyperGroup):
                 raise
 
 
-app = typer.Typer(name="kvdisk", cls=Commands, **SHOWN)
+class App(typer.Typer):
+    """What a process of the command runs, and ends by."""
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        """Run the command that was typed. Where it had a client of a remote store, the process ends
+        without Python's own end: a thread of the client's that comes back to Python meanwhile would
+        kill it (SIGABRT, SIGSEGV), whatever it has found."""
+        try:
+            return super().__call__(*arguments, **more)
+        except SystemExit as ended:
+            if "obstore" in sys.modules and isinstance(ended.code, int):
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(ended.code)
+            raise
+
+
+app = App(name="kvdisk", cls=Commands, **SHOWN)
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
@@ -103,6 +104,15 @@ def test_a_remote_store_that_works_is_measured_and_nothing_is_left(there):
     assert re.search(
         r"1\.0 MiB written in \d+ ms, read in \d+ ms, said to be missing in \d+ ms", " ".join(" ".join(lines).split())
     )
+
+
+def test_a_process_that_had_a_client_does_not_end_by_way_of_python(there):
+    """Threads of the client's that come back meanwhile kill it, now and then."""
+    program = "import atexit, os; from kvdisk.cli.main import app; atexit.register(os.abort); app()"
+    command = [sys.executable, "-c", program, "check", str(there.file()), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["ok"]
 
 
 @pytest.mark.parametrize(
