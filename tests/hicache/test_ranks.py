@@ -49,7 +49,8 @@ def test_two_ranks_find_after_a_restart_what_both_have(tmp_path, model, mla):
     """With MLA rank 0 writes, and rank 1 reads what it wrote."""
     acts = [("compute", 0), ("compute", 1), ("commit", 0.5)]
     run(tmp_path, model, acts, size=2, mla=mla)
-    later = [("load", 0), ("load", 1), ("load", 7), ("compute", 2)]
+    # Ranks that start together look for each other's stores each quarter of a second.
+    later = [("commit", 2.0), ("load", 0), ("load", 1), ("load", 7), ("compute", 2)]
     said = run(tmp_path, model, later, size=2, mla=mla)
     assert loaded(said) == [[TOKENS, TOKENS, 0]] * 2
     assert all(each[-1] == {"alive": True} for each in said)
