@@ -73,11 +73,10 @@ def engine_around() -> Any:
     )
 
 
-def session_being_added() -> Any:
-    """Return the streaming session, a request whose prompt grows, that the scheduler is adding now;
-    None where it adds none."""
+def request_being_added() -> Any:
+    """Return the request that the scheduler is adding now; None where it adds none."""
     added = (frame.f_locals.get("request") for frame in _callers() if frame.f_code.co_name == "on_new_request")
-    return next((request for request in added if getattr(request, "resumable", False)), None)
+    return next((request for request in added if hasattr(request, "mm_features")), None)
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.connector.callers import recompute_failed_loads
-from kvdisk.connector.controls import Controls
+from kvdisk.connector.controls import Controls, hides_media
 from kvdisk.connector.deployment import data_parallel_rank_of, sleeps
 from kvdisk.connector.events import EventWriter, event_groups, publishes_events
 from kvdisk.connector.identity import fingerprint_of
@@ -187,6 +187,8 @@ class SchedulerSide:
         limits = self._controls.limits(request.kv_transfer_params)
         if request.skip_reading_prefix_cache:
             limits = limits._replace(most_load_tokens=0)  # so that nothing is asked for or read ahead, either
+        if hides_media(request):
+            limits = limits._replace(most_load_tokens=0, store_limit_tokens=0)
         manager, parts = self._manager, self._parts
         assert parts is not None
         if tenant := parts.salts.of(request.cache_salt):

@@ -33,7 +33,8 @@ from kvdisk.assembly import goes_on_without_nvme
 from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
 from kvdisk.connector.backpressure import WriteBackpressure, WriteLoad
-from kvdisk.connector.callers import offloading_being_built, session_being_added
+from kvdisk.connector.callers import offloading_being_built, request_being_added
+from kvdisk.connector.controls import MOST_LOAD, STORE_LIMIT, hides_media
 from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.kv_groups import element_bytes
@@ -259,18 +260,18 @@ class KVDiskTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped
     @guarded
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Follow a request. Its chunks are offered as they are computed; those of a streaming
-        session are neither stored nor loaded, in memory either.
+        session, or of overlapping media, are neither stored nor loaded, in memory either.
 
         vLLM: with each new input it appends all the session's blocks to those that it knows, and
         so takes blocks for chunks that they are not; and it keeps keys of tokens that have gone.
         """
         request = self._request_of(req_context)
-        session = session_being_added()
-        if session is not None:
+        added = request_being_added()
+        if added is not None and (added.resumable or hides_media(added)):
             request.is_stale = True
             # vLLM reads them when this hook has ended.
-            none = {"max_load_tokens": 0, "max_offload_tokens": 0}
-            session.kv_transfer_params = dict(session.kv_transfer_params or {}) | none
+            none = {MOST_LOAD: 0, STORE_LIMIT: 0}
+            added.kv_transfer_params = dict(added.kv_transfer_params or {}) | none
         self._hints.begin(req_context)
         return RequestOffloadingContext()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from schedulers import BLOCK_TOKENS, BLOCKS, OTHER, PROMPT, Bench, prompt_of
+from test_scheduler_events import image
 from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -39,6 +40,21 @@ def test_a_request_with_an_adapter_without_files_is_left_alone(engines):
 
 
 # -- requests that load nothing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("begins", "is_over"), [(BLOCK_TOKENS + 3, True), (2 * BLOCK_TOKENS + 5, False)])
+def test_media_that_lie_over_each_other_leave_nothing(begins, is_over, engines):
+    """vLLM hashes the first of them alone, so that the same frames with another sound would hit."""
+    bench, film = engines.make(nvme=True), image("film", 5, 2 * BLOCK_TOKENS)
+    bench.sees_images()
+    for name in ("sound", "another"):
+        media = [film, image(name, begins, BLOCK_TOKENS // 2)]
+        request = bench.serve(name, PROMPT, mm_features=media)
+        bench.forget()
+    first = make_block_key(request.block_hashes[begins // BLOCK_TOKENS], 0)
+    assert (first in bench.keys("sound")) == is_over
+    bench.serve("again", PROMPT, mm_features=media)
+    assert bool(bench.stored()) == bool(bench.loads()) != is_over
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from schedulers import vllm_config
 from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
 from test_scheduler_weights import Engine
 from test_start import PLAIN
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, RSWASpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -433,6 +435,30 @@ def test_earlier_requests_are_loaded_first(bench):
 
 
 # -- resets ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("places", "is_over"),
+    [([(0, 8), (4, 8)], True), ([(0, 8), (2, 2), (8, 4)], True), ([(0, 8), (8, 4)], False), ([], False)],
+)
+def test_a_request_with_media_that_lie_over_each_other_is_left_alone(bench, places, is_over):
+    """By vLLM's hashes it would hit what has other media."""
+    request = SimpleNamespace(
+        resumable=False,
+        mm_features=[SimpleNamespace(mm_position=PlaceholderRange(*place)) for place in places],
+        kv_transfer_params={"mine": 1},
+    )
+
+    def on_new_request(request: Any) -> list[OffloadKey]:
+        return bench.begin("a", 1, 3)
+
+    keys = on_new_request(request)
+    nothing = {"max_load_tokens": 0, "max_offload_tokens": 0}
+    assert request.kv_transfer_params == {"mine": 1} | (nothing if is_over else {})
+    bench.compute("a", keys)
+    bench.end("a")
+    bench.rest()
+    assert bool(bench.store.puts) != is_over
 
 
 def test_nothing_from_before_a_reset_is_served_or_stored_after_it(bench):
