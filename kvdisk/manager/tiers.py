@@ -134,7 +134,8 @@ class TierSpace(Room):
     def reached(self, rows: Sequence[int]) -> None:
         """A request reached these blocks, which are in some tier; the tail of a chain first."""
         states = self._catalog.columns(self.tier).states
-        self.touch([row for row in rows if states[row] == READY])
+        if ready := [row for row in rows if states[row] == READY]:
+            self.touch(ready)
 
     def end(self, rows: Sequence[int]) -> None:
         """End unpinned copies, those that follow a copy before it."""
