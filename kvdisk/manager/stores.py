@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
-from kvdisk.blocks import GROUP_BYTES, BlockKey, group_of, groups_of, make_block_key
+from kvdisk.blocks import BlockKey
 from kvdisk.context import HandedState
 from kvdisk.geometry import GroupGeometry
 from kvdisk.manager.catalog import ABSENT, NONE, READY
@@ -26,7 +26,6 @@ from kvdisk.manager.jobs import JobRecord, StoreSources
 from kvdisk.manager.parts import Parts
 from kvdisk.manager.peer_hints import PeerHints
 from kvdisk.manager.requests import BackOff, RequestState
-from kvdisk.manager.shares import FreeTenants
 from kvdisk.manager.step_work import SHARES, Kind, Work
 from kvdisk.manager.store_policy import AHEAD_STEPS, FreeOffer, StorePolicy
 from kvdisk.manager.tiers import Tiers
@@ -80,7 +79,6 @@ class StorePlanner:
         self._target = tiers.first
         self._store_policy = store_policy
         self._demand = demand
-        self._offers = GpuOffers(parts)
         self.sources = StoreSources(parts.context)
         self._hints = hints
         self._intake = intake
@@ -92,6 +90,7 @@ class StorePlanner:
         offers_free = type(store_policy).free_offers is not StorePolicy.free_offers
         has_units = any(group.gpu_blocks > 1 for group in groups)
         self._free_units = FreeUnits(parts.context, parts.geometry) if has_units and offers_free else None
+        self._offers = GpuOffers(parts, self._free_units)
         self._free_back_off = BackOff()
         """The pause after offers of free blocks were refused."""
         self._left = Offers()
@@ -104,7 +103,6 @@ class StorePlanner:
         self._work.open_when(Kind.LEFT, self._may_store_left)
         self._wrong_up_to = 0
         """The last job of before the last reset."""
-        self._free_tenants = FreeTenants(parts.catalog, parts.context)
 
     # -- what requests have computed ------------------------------------------------------------
 
@@ -272,14 +270,11 @@ class StorePlanner:
         return positions if isinstance(positions, range) else frozenset(positions)
 
     def _reach(self, request: RequestState, group: int, start: int, stop: int) -> Sequence[int]:
-        """Return the positions of those blocks of a group that the store policy offers now. Whose
-        they are is remembered where they may be offered when no request has them any more."""
-        keys, is_state = request.keys[group], self._geometry.groups[group].state_tokens is not None
-        if is_state or not self._store_policy.offers_all:
-            self._free_tenants.note(request, keys, start, stop)
-        if self._free_units is not None:
-            self._free_units.reached(group, keys, start, stop)
-        return self._store_policy.reached(request.request_id, keys, start, stop)
+        """Return the positions of those blocks of a group that the store policy offers now."""
+        is_state = self._geometry.groups[group].state_tokens is not None
+        if is_state or not self._store_policy.offers_all or self._free_units is not None:
+            self._offers.may_come_free(request, group, start, stop)
+        return self._store_policy.reached(request.request_id, request.keys[group], start, stop)
 
     def _next_blocks(
         self, request: RequestState, storable_tokens: int, most: int
@@ -325,7 +320,7 @@ class StorePlanner:
                 self._demand.leave_state(request, keys[at])
                 if self._reach(request, group, at, at + 1):
                     left.append(FreeOffer(gpu_block, keys[at], request.parent(group, at)))
-        self.leave(self.store(self._free_offers(left), now).unserved)
+        self.leave(self.store(self._offers.of_free(left), now).unserved)
 
     def _storable_tokens(self, request: RequestState, computed_tokens: int) -> int:
         tokens = self.allowed_tokens(request, computed_tokens)
@@ -482,7 +477,9 @@ class StorePlanner:
                 record.job.moves[at] for at in failed if groups[record.details[at].group].state_tokens is not None
             ]
             if record.job.id > self._wrong_up_to:
-                self.leave(self._free_offers([FreeOffer(move.gpu_blocks[0], move.key, move.parent) for move in states]))
+                self.leave(
+                    self._offers.of_free([FreeOffer(move.gpu_blocks[0], move.key, move.parent) for move in states])
+                )
             self._offer_free_again([record.job.moves[at].key for at in failed])
             back_offs.append(self._free_back_off)
         for owner in {record.owners[at] for at in record.failed} if record.owners else ():
@@ -515,39 +512,13 @@ class StorePlanner:
         found = self._store_policy.free_offers(self._free_units or self._context)
         if not found:
             return
-        answer = self.store(self._free_offers(found), now)
+        answer = self.store(self._offers.of_free(found), now)
         if answer.record is not None:
             self._free_back_off.accept()
         if answer.unserved.keys:
             self._offer_free_again(answer.unserved.keys)
             if not self._target.is_searching:
                 self._free_back_off.refuse(self._state.released, now)
-
-    def _free_offers(self, found: Sequence[FreeOffer]) -> Offers:
-        """Return the offers of blocks that are no request's now."""
-        keys, geometry = [each.key for each in found], self._geometry
-        groups = groups_of(keys)
-        parents = [self._parent_of_free(each, group) for each, group in zip(found, groups, strict=True)]
-        blocks: list[tuple[int, ...]] = []
-        gpu_keys: list[Sequence[BlockKey]] = []
-        for each, group in zip(found, groups, strict=True):
-            is_unit, units = geometry.groups[group].gpu_blocks > 1, self._free_units
-            found_there = units.find(each.key) if is_unit and units is not None else ((), ())
-            blocks.append(found_there[0] if is_unit else (each.block,))
-            gpu_keys.append(found_there[1] if is_unit else (each.key,))
-        whose = self._free_tenants.of(keys, parents)
-        offers = Offers(keys, parents, (), groups, whose, [-1] * len(keys), blocks, gpu_keys)
-        return offers if all(blocks) else offers.at([at for at, each in enumerate(blocks) if each])
-
-    def _parent_of_free(self, offer: FreeOffer, group: int) -> BlockKey | None:
-        """Return the key before a block. The policy knows one group. What ends with a state has its
-        hash."""
-        groups, parent = self._geometry.groups, offer.parent
-        if groups[group].state_tokens is None or (parent is not None and group_of(parent) != group):
-            return parent
-        size = groups[group].block_tokens
-        others = [other.group for other in self._geometry.beside(group) if size % other.block_tokens == 0]
-        return make_block_key(offer.key[:-GROUP_BYTES], others[-1]) if others else parent
 
     def _offer_free_again(self, keys: Sequence[BlockKey]) -> None:
         """Have free blocks offered again, as soon as no back-off holds."""
