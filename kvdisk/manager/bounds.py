@@ -42,6 +42,8 @@ EVICTED = 256
 to bring a tier back within a share."""
 EVICTED_AHEAD = 16
 """Copies that leave memory together where one has to: most stores of a few blocks look for none."""
+SLOTS_PER_AHEAD = 256
+"""But no more than one for so many slots of the tier: they stay free until others come."""
 ENDED = 1024
 """Copies of segments that are being dropped."""
 CLEARED = 8192

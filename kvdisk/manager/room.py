@@ -48,8 +48,6 @@ class TierStatus(NamedTuple):
 
 
 _ALWAYS = TierStatus()
-_AHEAD_DIVISOR = 256
-"""No more than one slot of so many is kept free for what comes next."""
 _NO_ROWS = np.zeros(0, np.intp)
 
 
@@ -263,8 +261,8 @@ class Room(ABC):
 
     def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free. See ``take``, which calls it."""
-        ahead = min(bounds.EVICTED_AHEAD, self.capacity[size_class] // _AHEAD_DIVISOR)
-        self._evict(size_class, count - self.pool.free[size_class], keep_dirty=keep_dirty, ahead=ahead)
+        short = count - self.pool.free[size_class]
+        self._evict(size_class, short, keep_dirty=keep_dirty, ahead=self._most_ahead(size_class) if short > 0 else 0)
         slots = self.pool.allocate(size_class, count)
         self._is_short[size_class] = len(slots) < count
         return slots
@@ -380,6 +378,12 @@ class Room(ABC):
         if dirty is not None and evicted >= count and not tenant:
             dirty.deferred[size_class].clear()  # it has room
         return evicted
+
+    def _most_ahead(self, size_class: int) -> int:
+        """Return how many copies may leave together where one has to: none that could not be
+        written first."""
+        most, dirty = min(bounds.EVICTED_AHEAD, self.capacity[size_class] // bounds.SLOTS_PER_AHEAD), self.dirty
+        return most if dirty is None else min(most, dirty.limit(size_class) - dirty.counts[size_class])
 
     def _end_forgotten(self, size_class: int, count: int, tenant: int) -> int:
         """End up to ``count`` copies that a reset has left, of one tenant or (0) of any; return how

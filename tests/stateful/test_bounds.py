@@ -19,6 +19,7 @@ from kvdisk.manager.eviction import TailFirst
 from kvdisk.manager.load_jobs import LoadJobs
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.questions import Questions
+from kvdisk.manager.room import Room
 from kvdisk.manager.step_work import Kind
 from kvdisk.manager.stores import StorePlanner
 from kvdisk.manager.victims import Victims
@@ -43,6 +44,7 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, watched)
 
     watch(TailFirst, "victims", lambda order, *_: {"a search ended early": order.ended_early})
+    watch(Room, "_evict", lambda _, args, evicted: {"more left memory than had to": evicted > args[1]})
     watch(
         TierManager,
         "take_plan",
@@ -71,6 +73,7 @@ VICTIMS = ("of a victim later steps save a part",)
 ALSO = {
     "one group": (
         "a search ended early",
+        "more left memory than had to",
         "a backlog was longer than a step's jobs",
         "foreign_questions went on after a first stretch",
     ),

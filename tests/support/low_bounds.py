@@ -12,6 +12,8 @@ LOW = {
     "JOBS": 1,
     "FETCH_JOBS": 1,
     "MOVES": 2,
+    "EVICTED_AHEAD": 3,
+    "SLOTS_PER_AHEAD": 3,
     "ENDED": 2,
     "TAILS_SKIPPED": 2,
     "QUESTION_BLOCKS": 3,

@@ -17,7 +17,7 @@ from kvdisk.config import EVICTIONS, Config
 from kvdisk.engine_store import nvme_layout_in
 from kvdisk.geometry import Geometry, GroupGeometry, segment_charge_bytes
 from kvdisk.index.base import SegmentRecord
-from kvdisk.manager import room
+from kvdisk.manager import bounds
 from kvdisk.manager.segments import NvmeLayout
 from kvdisk.messages import JobKind, Reason
 from kvdisk.recovery import excess
@@ -237,7 +237,7 @@ def test_what_an_index_has_room_for_covers_any_split():
 
 @pytest.mark.parametrize(("slots", "together"), [(15, 1), (24, 3)])
 def test_a_full_tier_of_memory_looks_for_room_once_for_some_stores(monkeypatch, slots, together):
-    monkeypatch.setattr(room, "_AHEAD_DIVISOR", 8)
+    monkeypatch.setattr(bounds, "SLOTS_PER_AHEAD", 8)
     bench = TierBench((slots,))
     evicted = [0]
     for number in range(slots + 4 * together):
