@@ -34,6 +34,8 @@ from kvdisk.messages import NO_BLOCK, JobKind, Move
 
 _FEW = 32
 """Up to so many blocks lists are faster than arrays."""
+_OF_OTHERS = 4
+"""Looks that a block of a neighbour or the remote store takes: it is asked for alone."""
 _STRETCH = 1024
 """Blocks that are looked at together for whether vLLM has given any."""
 _READY = bytes([READY])
@@ -258,10 +260,12 @@ class LoadJobs:
 
     def _within(self, rest: Rest, most: int) -> int:
         """Return how many blocks of a load come within so many looks: one that leaves a copy in
-        memory takes two."""
-        arrival = self._tiers.arrival_tier
-        tiers = rest.tiers[rest.order[rest.planned : rest.planned + most]]
-        return most if arrival is None or (tiers == arrival.tier).all() else max(1, most // 2)
+        memory takes two, and one that another has ``_OF_OTHERS``."""
+        arrival, coming = self._tiers.arrival_tier, rest.order[rest.planned : rest.planned + most]
+        looks = 1 if arrival is None or (rest.tiers[coming] == arrival.tier).all() else 2
+        if (rest.rows[coming] == NONE).any():
+            looks = _OF_OTHERS
+        return max(1, most // looks)
 
     def _find_few(
         self, request: RequestState, stretches: Sequence[tuple[int, int]], block_ids: Sequence[Sequence[int]]
@@ -326,9 +330,10 @@ class LoadJobs:
 
     def _plan_job(self, load: Load, reads: list[Read]) -> int:
         """Plan a job of these reads, which come next; return how many looks they take."""
+        of_others = sum(read.row == NONE for read in reads)
         arrived = self._let_arrive(load, reads)
         self._add(load, *moves_of(reads))
-        return len(reads) + arrived
+        return len(reads) + max(arrived, (_OF_OTHERS - 1) * of_others)
 
     def _add(self, load: Load, moves: list[Move], details: list[MoveDetail]) -> None:
         request = load.request
