@@ -496,7 +496,7 @@ class Engine:
         """Serve a stored prompt under ``spillover``."""
         stores = self.side.manager._stores
         stores._store_policy = make_store_policy("spillover")
-        stores._free_units = FreeUnits(stores._context, stores._geometry)
+        stores._free_units = stores._offers._units = FreeUnits(stores._context, stores._geometry)
         self.meet(name, steps=20)
 
     def list_all(self, name: str) -> None:

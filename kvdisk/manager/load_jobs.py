@@ -186,6 +186,11 @@ def _given(block_ids: Sequence[int], each: int, most: int) -> tuple[NDArray[np.i
     return found, places + start // each
 
 
+def _is_short(blocks: int) -> bool:
+    """Whether one job has a load of so many blocks, whatever else waits."""
+    return 2 * blocks <= SHARES[Kind.LOADS].blocks
+
+
 class LoadJobs:
     """Plans loads, and ends them. ``gpu_loads``: what they are just bringing."""
 
@@ -244,6 +249,8 @@ class LoadJobs:
         self._state.taken_blocks += len(load.keys)
         self._hits.scheduled(request, external_tokens, load.blocks)
         if load.rest is not None:
+            # All of a long load is found and pinned in this call: half of the share is for another.
+            most = most if _is_short(len(load.keys)) else most // 2
             reads = self._reads(load, load.rest, self._within(load.rest, most))
         self._work.spend(Kind.LOADS, self._plan_job(load, reads))
         assert load.id is not None
@@ -323,8 +330,7 @@ class LoadJobs:
                 tiers[at] = self._hints.tier_of(keys[at], request.load_tiers)
         numbers, places = np.concatenate(groups), np.concatenate(positions)
         blocks = LoadedBlocks(numbers.tobytes(), array("q", places.tobytes()), tiers.tobytes())
-        is_short = 2 * len(keys) <= SHARES[Kind.LOADS].blocks  # one job has them, whatever else waits
-        order = np.arange(len(keys)) if is_short else np.argsort(np.concatenate(ends), kind="stable")
+        order = np.arange(len(keys)) if _is_short(len(keys)) else np.argsort(np.concatenate(ends), kind="stable")
         rest = Rest(np.concatenate(gpu_blocks), rows, numbers, places, tiers, order)
         return Load(request, blocks, keys, rest)
 

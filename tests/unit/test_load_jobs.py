@@ -39,8 +39,8 @@ def pins(bench: TierBench) -> list[int]:
 
 def test_a_step_plans_a_part_and_all_copies_are_pinned_from_the_start(bench):
     bench.add(PROMPT)
-    assert loads(bench.step()) == [(3, True)]
-    assert pins(bench) == [0] * 3 + [1] * 5, "those of the first job were read"
+    assert loads(bench.step()) == [(1, True), (2, True)], "the call that finds and pins all plans less"
+    assert pins(bench) == [0] * 3 + [1] * 5, "those of the first jobs were read"
     assert bench.manager.has_pending_work(bench.now)
     assert loads(bench.step()) == [(3, True)]
     assert loads(bench.step()) == [(2, False)]
