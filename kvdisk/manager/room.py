@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -261,8 +261,8 @@ class Room(ABC):
 
     def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         """Take up to ``count`` slots, evicting where none is free. See ``take``, which calls it."""
-        short = count - self.pool.free[size_class]
-        self._evict(size_class, short, keep_dirty=keep_dirty, ahead=self._most_ahead(size_class) if short > 0 else 0)
+        ahead = min(bounds.EVICTED_AHEAD, self.capacity[size_class] // bounds.SLOTS_PER_AHEAD)
+        self._evict(size_class, count - self.pool.free[size_class], keep_dirty=keep_dirty, ahead=ahead)
         slots = self.pool.allocate(size_class, count)
         self._is_short[size_class] = len(slots) < count
         return slots
@@ -355,14 +355,16 @@ class Room(ABC):
 
     def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0, ahead: int = 0) -> int:
         """Evict up to ``count`` copies, of one tenant or (0) of any; return how many. All searches
-        of one call share one bound. ``ahead``: the first search may find so many: a search for one
-        costs half of what it takes to store a block."""
+        of one call share one bound. ``ahead``: so many may leave together, of which the tier below
+        lacks none that it wants: a search for one costs half of what it takes to store a block."""
         dirty, searched = self.dirty, False
         evicted = self._end_forgotten(size_class, count, tenant) if count > 0 else 0
         while evicted < count:
             most = count - evicted if searched else max(count - evicted, ahead)
             rows = self._victims(size_class, most, keep_dirty=keep_dirty, go_on=searched, tenant=tenant)
             searched = True
+            if len(rows) > count - evicted:
+                rows[count - evicted :] = self._unmissed(rows[count - evicted :])
             may_leave = rows if self.above is None else self.above.leaving_below(rows)
             leaving = self.offer_before_eviction(may_leave)
             self.end(leaving)
@@ -379,11 +381,13 @@ class Room(ABC):
             dirty.deferred[size_class].clear()  # it has room
         return evicted
 
-    def _most_ahead(self, size_class: int) -> int:
-        """Return how many copies may leave together where one has to: none that could not be
-        written first."""
-        most, dirty = min(bounds.EVICTED_AHEAD, self.capacity[size_class] // bounds.SLOTS_PER_AHEAD), self.dirty
-        return most if dirty is None else min(most, dirty.limit(size_class) - dirty.counts[size_class])
+    def _unmissed(self, rows: Sequence[int]) -> list[int]:
+        """Return the first of these copies, up to one that the tier below wants, and lacks."""
+        below, dirty = self.below, self.dirty
+        if below is None or dirty is None or not below.works:
+            return list(rows)
+        missed = set(below._admitted(dirty.lacking(rows)))
+        return list(takewhile(lambda row: row not in missed, rows))
 
     def _end_forgotten(self, size_class: int, count: int, tenant: int) -> int:
         """End up to ``count`` copies that a reset has left, of one tenant or (0) of any; return how
