@@ -130,10 +130,17 @@ class WatchedCpuSpace(MemorySpace):
 
     Nor may the head of a chain leave before its tail.
 
-    ``wanted(key)``: whether the NVMe tier's admission must let a block in.
+    ``wanted(key)``: whether the NVMe tier's admission must let a block in. ``ended_forgotten``: how
+    often copies ended that a reset has left.
     """
 
     wanted: Callable[[BlockKey], bool]
+    ended_forgotten = 0
+
+    def end(self, rows: Sequence[int]) -> None:
+        epochs, now = self._catalog.epochs, self._step_state.epoch
+        self.ended_forgotten += any(epochs[row] != now for row in rows)
+        super().end(rows)
 
     def allocate(self, size_class: int, count: int, *, keep_dirty: bool = False) -> list[Slot]:
         catalog = self._catalog

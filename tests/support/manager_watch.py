@@ -86,7 +86,7 @@ class ManagerWatch(Watch):
     _not_admitted: set[tuple[str, BlockKey]] = field(default_factory=set)
     """Blocks that too few requests had wanted when their request offered them, or that were behind
     one that no tier had then: others store them."""
-    _progress: tuple[int, bool] = (0, True)
+    _progress: tuple[int, bool, int] = (0, True, 0)
     _planned_s: float = 0.0
     _bad_copies: set[tuple[BlockKey, int, Tier, Slot | None]] = field(default_factory=set)
     _bad_objects: dict[BlockKey, float] = field(default_factory=dict)
@@ -318,8 +318,9 @@ class ManagerWatch(Watch):
 
     def note_progress(self) -> None:
         """Note that room may have come free: call when the manager has looked at the index."""
-        nvme = self.parts.nvme
-        progress = (self.index.poll().committed, nvme is None or nvme.update_writable(self.engine.now))
+        nvme, cpu = self.parts.nvme, self.parts.cpu
+        forgotten = getattr(cpu, "ended_forgotten", 0)
+        progress = (self.index.poll().committed, nvme is None or nvme.update_writable(self.engine.now), forgotten)
         # Within a second, a failed write's back-off can have begun and ended.
         self._changes += progress != self._progress or self.engine.now >= self._planned_s + 1.0
         self._progress, self._planned_s = progress, self.engine.now
