@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -36,7 +37,7 @@ WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 @contextmanager
 def server(
-    model: Path, store: Path, log: Path, typed: list[str] | None = None, engines: int = 1, **settings: str
+    model: Path, store: Path, log: Path, typed: list[str] | None = None, engines: int = 1, **settings: Any
 ) -> Iterator[OpenAI]:
     """Start the server; yield a client of it, and end it in order. ``typed``: takes the lines that
     it says to type. ``engines``: data-parallel ranks. ``settings``: more of kvdisk's."""
@@ -180,7 +181,7 @@ def test_a_restarted_server_hits_what_it_stored_before(tiny_llama, tmp_path):
 def test_a_data_parallel_rank_hits_what_another_has_stored(tiny_llama, tmp_path):
     store = tmp_path / "store"
     trace = tmp_path / "trace.jsonl"
-    with server(tiny_llama, store, tmp_path / "log", engines=2, trace_file=str(trace)) as client:
+    with server(tiny_llama, store, tmp_path / "log", engines=2, trace_file=str(trace), lookup_wait_s=60) as client:
         text, cached = ask(client, rank=0)
         assert cached == 0
         until(lambda: sum(one.blocks for one in verify.verify_store([store]).engine_stores) >= WHOLE // BLOCK_TOKENS)
