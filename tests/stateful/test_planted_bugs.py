@@ -288,7 +288,7 @@ def write_the_index_when_planned(planter: Planter) -> None:
         planned, ended = len(demotions._transfers), real(demotions, wanted)
         if len(demotions._transfers) > planned:
             record = list(demotions._transfers._records.values())[-1]
-            demotions._lower._record([detail.row for detail in record.details], 0)
+            demotions._lower._record([detail.row for detail in record.details])
         return ended
 
     planter.replace(Demotions, "_plan_job", plan_job)
