@@ -7,6 +7,7 @@ Prompts are longer than a step, so that they are computed in chunks, and schedul
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from fake_gpu.drafts import write_eagle, write_mtp
 from fake_gpu.engines import GpuEngine
 from kvdisk.device.listing import list_homes
 from kvdisk.geometry import HEADER_BYTES, slot_offset
+from kvdisk.worker.runner import Runner
 
 pytestmark = pytest.mark.fake_gpu
 torture = pytest.mark.torture
@@ -210,6 +212,34 @@ def test_flipped_bits_and_a_killed_mover(models, alone, tmp_path):
         engine.call("fake_gpu.test_engine:kill_mover")
         assert tokens_of(engine.generate(PROMPTS)) == right, "nobody moves blocks any more"
         assert tokens_of(engine.generate(MANY, MANY_TOKENS)) == right_of_many
+
+
+def slow_mover(_: Any) -> None:
+    """Have the thread that moves blocks look late at whether its copies have ended. Runs in the
+    engine's process."""
+    turn = Runner.turn
+
+    def slowly(runner: Runner, *args: Any, **kwargs: Any) -> bool:
+        if runner.copying:
+            time.sleep(0.05)
+        return turn(runner, *args, **kwargs)
+
+    Runner.turn = slowly  # type: ignore[method-assign]
+
+
+def test_what_is_written_before_the_hook_is_dropped(models, alone, tmp_path):
+    """Beside recurrent states vLLM writes to new blocks before kvdisk hears of them. Copies from
+    them that still go on then are dropped (``GpuEngine.check`` sees to it, block for block)."""
+    kind, (_, right_of_many) = KINDS["lfm2"], alone("lfm2")
+    limits = kind.limits | {"num_gpu_blocks_override": kind.few_blocks}
+    extra = store_in(tmp_path / "store", store_decode=True)
+    with GpuEngine(models("lfm2"), tmp_path / "log", extra, order="late", **limits) as engine:
+        engine.call("fake_gpu.test_engine:slow_mover")
+        assert tokens_of(engine.generate(MANY, MANY_TOKENS)) == right_of_many
+        seen = engine.call("fake_gpu.engines:seen")
+        assert seen["races"] > 0 and seen["dropped"], seen
+        engine.reset()
+        assert tokens_of(engine.generate(MANY, MANY_TOKENS)) == right_of_many, "from memory"
 
 
 POLICIES = {

@@ -254,3 +254,27 @@ def test_a_batch_reads_its_sources_when_it_says_so():
     with expect(violations=1):  # what was given before still writes what is read out of order
         assert copy_async(host, there, stream) == 0
         assert batch([(there, host)], stream, DURING_CALL) == 0
+
+
+def test_each_race_is_told_with_the_bytes_that_both_touch():
+    program = """
+import os
+os.dup2(1, 2)  # where the fake GPU tells races
+import torch
+from fake_gpu.cuda_calls import on_gpu
+there = on_gpu(4, 64)
+torch.cuda.synchronize()
+rows = torch.tensor([0, 2], device=there.device)
+torch.cuda.synchronize()
+for _ in range(2):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there.index_select(0, rows)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        there[1:].add_(1)
+    torch.cuda.synchronize()
+print(there.data_ptr() + there[0].nbytes * 2, there[0].nbytes)
+"""
+    each, once = (output_of(program, RACES=way) for way in ("each", "log"))
+    start, row_bytes = map(int, each.splitlines()[-1].split())
+    assert each.count(f" {row_bytes} bytes at {start:#x},") == each.count("RACE") == 2
+    assert once.count("RACE") == 1

@@ -33,7 +33,7 @@ static bool overlap(const Rows& one, const Rows& other, size_t width, size_t hei
   std::vector<Span> ones, others;
   add_spans(ones, one, width, height, true);
   add_spans(others, other, width, height, true);
-  return meets(ones, others) != nullptr;
+  return meets(ones, others);
 }
 
 // Memory management, "Unified Addressing": page-locked memory has a pointer for devices, which is its own

@@ -27,17 +27,25 @@ void sort_spans(std::vector<Span>& spans) {
   spans.swap(merged);
 }
 
-// Returns a span of ``ones`` that has bytes in common with one of ``others``, one of both writing.
-const Span* meets(const std::vector<Span>& ones, const std::vector<Span>& others) {
+// Calls ``found`` with what spans of ``ones`` have in common with those of ``others``, one of both writing, and
+// as ``ones`` touch it, until it returns false.
+template <class Found>
+static void each_meeting(const std::vector<Span>& ones, const std::vector<Span>& others, const Found& found) {
   for (const Span& one : ones) {
     for (int written = one.writes ? 0 : 1; written < 2; written++) {
-      auto begin = std::partition_point(others.begin(), others.end(), [&](const Span& other) {
-        return other.writes < bool(written) || (other.writes == bool(written) && other.to <= one.from);
+      auto other = std::partition_point(others.begin(), others.end(), [&](const Span& each) {
+        return each.writes < bool(written) || (each.writes == bool(written) && each.to <= one.from);
       });
-      if (begin != others.end() && begin->writes == bool(written) && begin->from < one.to) return &one;
+      for (; other != others.end() && other->writes == bool(written) && other->from < one.to; other++)
+        if (!found(Span{std::max(one.from, other->from), std::min(one.to, other->to), one.writes})) return;
     }
   }
-  return nullptr;
+}
+
+bool meets(const std::vector<Span>& ones, const std::vector<Span>& others) {
+  bool any = false;
+  each_meeting(ones, others, [&](const Span&) { return !(any = true); });
+  return any;
 }
 
 static void mark_all_before(World& w, const OpPtr& op) {
@@ -62,14 +70,16 @@ void check_races(World& w, const OpPtr& op) {
     for (auto& other : w.ran) {
       if (other->mark == op->mark || other->stream == op->stream) continue;
       if (other->seen && other->seen < op->id) continue;  // the host gave this one knowing that one's end
-      const Span* span = meets(op->spans, other->spans);
-      if (!span) continue;
+      if (!meets(op->spans, other->spans)) continue;
       w.races++;
-      if (say_once(w, op->name + " / " + other->name))
-        say("RACE: #%lu %s (stream %d) %s %zu bytes at %#zx, and nothing orders it with #%lu %s (stream %d)",
-            (unsigned long)op->id, op->name.c_str(), op->stream->number, span->writes ? "writes" : "reads",
-            size_t(span->to - span->from), size_t(span->from), (unsigned long)other->id, other->name.c_str(),
-            other->stream->number);
+      if (say_once(w, op->name + " / " + other->name) || w.race_each)
+        each_meeting(op->spans, other->spans, [&](const Span& span) {
+          say("RACE: #%lu %s (stream %d) %s %zu bytes at %#zx, and nothing orders it with #%lu %s (stream %d)",
+              (unsigned long)op->id, op->name.c_str(), op->stream->number, span.writes ? "writes" : "reads",
+              size_t(span.to - span.from), size_t(span.from), (unsigned long)other->id, other->name.c_str(),
+              other->stream->number);
+          return w.race_each;
+        });
       if (w.race_abort) abort();
     }
   }

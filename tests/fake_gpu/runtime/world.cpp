@@ -73,6 +73,7 @@ static void make_world() {
   w->poison = number("FAKE_GPU_POISON", 1);
   string races = word("FAKE_GPU_RACES", "log");
   w->race_abort = races == "abort";
+  w->race_each = races == "each";
   w->race_check = races != "off";
   w->skip_kernels = word("FAKE_GPU_KERNELS", "refuse") == "skip";
   w->pageable_late = word("FAKE_GPU_PAGEABLE", "staged") == "late";

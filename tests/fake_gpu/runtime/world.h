@@ -153,7 +153,7 @@ struct World {
   std::mt19937_64 chance;
   string order;
   size_t polls = 20;
-  bool protect = true, poison = true, race_abort = false, race_check = true, skip_kernels = false;
+  bool protect = true, poison = true, race_abort = false, race_check = true, race_each = false, skip_kernels = false;
   bool pageable_late = false, stop = false;
   FILE* log = nullptr;
 };
@@ -189,7 +189,7 @@ char* alias(World&, const void* place);
 // -- races.cpp ---------------------------------------------------------------------------------------
 
 void sort_spans(std::vector<Span>&);
-const Span* meets(const std::vector<Span>& ones, const std::vector<Span>& others);  // both sorted
+bool meets(const std::vector<Span>& ones, const std::vector<Span>& others);  // both sorted: bytes in common, one writing
 void check_races(World&, const OpPtr&);
 const Op* at_work_on(World&, std::vector<Span>);  // whose end the host has not seen
 void see(World&, const OpPtr&);                   // the host has seen its end
