@@ -10,15 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvdisk.blocks import HIT_TIERS, Medium, Tier
 from kvdisk.errors import QuietLog
 from kvdisk.manager.kv_hints import ACTIONS, DEMOTE, PREFETCH
 from kvdisk.manager.requests import KVHint, RequestLimits
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 logger = logging.getLogger("kvdisk.connector")
 
@@ -147,20 +144,6 @@ class Controls:
 def _part(said: Any, name: str) -> Any:
     """Return a field of vLLM's struct, or of the same as JSON; None where it is not there."""
     return said.get(name) if isinstance(said, Mapping) else getattr(said, name, None)
-
-
-def hides_media(request: Request) -> bool:
-    """Return whether the hashes of a request's blocks may leave out media that they hold.
-
-    vLLM gives a block the first of two inputs that lie in it together, as a video's sound among its
-    frames (``use_audio_in_video``): prompts with other sound would have the same hashes.
-    """
-    end = 0
-    for feature in request.mm_features:
-        if feature.mm_position.offset < end:
-            return True
-        end = feature.mm_position.offset + feature.mm_position.length
-    return False
 
 
 def _short(value: Any) -> str:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM kvdisk does not serve: each in one sentence, at the start."""
+"""What of vLLM kvdisk does not serve: each in one sentence, at the start; and which requests it
+leaves alone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kvdisk.geometry import Geometry
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
+    from vllm.v1.request import Request
 
 _SLEEP_HOOK = "unregister_kv_caches"
 """What vLLM 0.33 and later call before they unmap the KV cache."""
@@ -154,3 +155,17 @@ def refuse_store_policy(store_policy: str, vllm_config: VllmConfig, geometry: Ge
             f"store_policy '{store_policy}' {why}, and that is off: set enable_prefix_caching, or store_policy to "
             "'on_compute'."
         )
+
+
+def hides_media(request: Request) -> bool:
+    """Return whether the hashes of a request's blocks may leave out media that they hold.
+
+    vLLM gives a block the first of two inputs that lie in it together, as a video's sound among its
+    frames (``use_audio_in_video``): prompts with other sound would have the same hashes.
+    """
+    end = 0
+    for feature in request.mm_features:
+        if feature.mm_position.offset < end:
+            return True
+        end = feature.mm_position.offset + feature.mm_position.length
+    return False

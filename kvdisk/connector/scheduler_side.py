@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvdisk.assembly import SchedulerHalf, assemble_scheduler
 from kvdisk.config import Config
 from kvdisk.connector.callers import recompute_failed_loads
-from kvdisk.connector.controls import Controls, hides_media
+from kvdisk.connector.controls import Controls
 from kvdisk.connector.deployment import data_parallel_rank_of, sleeps
 from kvdisk.connector.events import EventWriter, event_groups, publishes_events
 from kvdisk.connector.identity import fingerprint_of
@@ -22,7 +22,7 @@ from kvdisk.connector.lora import Adapters
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import SchedulerOff
 from kvdisk.connector.pool import BlockPoolContext
-from kvdisk.connector.refusals import refuse_store_policy
+from kvdisk.connector.refusals import hides_media, refuse_store_policy
 from kvdisk.connector.sizes import geometry_of, keeps_parts_of_states, step_blocks_of, units_of
 from kvdisk.connector.step import StepInput
 from kvdisk.connector.tables import unfilled_blocks

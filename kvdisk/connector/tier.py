@@ -34,7 +34,7 @@ from kvdisk.blocks import GROUP_BYTES, BlockKey
 from kvdisk.config import Config
 from kvdisk.connector.backpressure import WriteBackpressure, WriteLoad
 from kvdisk.connector.callers import offloading_being_built, request_being_added
-from kvdisk.connector.controls import MOST_LOAD, STORE_LIMIT, hides_media
+from kvdisk.connector.controls import MOST_LOAD, STORE_LIMIT
 from kvdisk.connector.hooks import refuse_other_hooks
 from kvdisk.connector.identity import fingerprint_of_rows
 from kvdisk.connector.kv_groups import element_bytes
@@ -42,6 +42,7 @@ from kvdisk.connector.log import join_log
 from kvdisk.connector.metrics import tier_metrics, tier_stats
 from kvdisk.connector.model_weights import identity_of
 from kvdisk.connector.off import ToldOff, guarded, say_off
+from kvdisk.connector.refusals import hides_media
 from kvdisk.connector.tier_hints import HintedPrompt, TierHints
 from kvdisk.connector.tier_off import TierOff
 from kvdisk.connector.tier_store import TierStore

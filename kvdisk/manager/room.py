@@ -355,8 +355,11 @@ class Room(ABC):
 
     def _evict(self, size_class: int, count: int, *, keep_dirty: bool = False, tenant: int = 0, ahead: int = 0) -> int:
         """Evict up to ``count`` copies, of one tenant or (0) of any; return how many. All searches
-        of one call share one bound. ``ahead``: so many may leave together, of which the tier below
-        lacks none that it wants: a search for one costs half of what it takes to store a block."""
+        of one call share one bound.
+
+        ``ahead``: so many may leave together, because a search for one costs half of what it takes
+        to store a block. The tier below lacks none of those beyond ``count`` that it wants.
+        """
         dirty, searched = self.dirty, False
         evicted = self._end_forgotten(size_class, count, tenant) if count > 0 else 0
         while evicted < count:
