@@ -186,7 +186,7 @@ class SchedulerOff:
         """Return True: nothing is served again."""
         return True
 
-    def note_weights(self, _: object) -> None:
+    def note_weights(self) -> None:
         """Do nothing: nothing is stored or served."""
 
     note_adapter = note_weights

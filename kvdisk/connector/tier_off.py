@@ -77,7 +77,7 @@ class TierOff:
     def drain_jobs(self) -> None:
         """Wait for nothing."""
 
-    def note_weights(self, _: str) -> None:
+    def note_weights(self) -> None:
         """Do nothing: nothing is stored or loaded."""
 
     def take_events(self) -> list[OffloadingEvent]:
