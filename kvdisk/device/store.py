@@ -154,6 +154,9 @@ class Store:
         """When unowned homes were first seen whose last use is still to come."""
         self._measured: dict[Path, int] = {}
         """Bytes of a home's folders when they could last be measured."""
+        self._more_bytes: dict[int, int] = {}
+        """The most that a file system (``st_dev``) took for a segment beyond its charge: one with
+        large clusters, or a hint of the size of extents."""
         self._opened_s = self.now_s()
         self._salt_key: bytes | None = None
 
@@ -674,6 +677,7 @@ class Store:
     def make_segment(self, home: JoinedHome, spec: SegmentSpec, rank: int, rank_count: int) -> SegmentFile:
         """Make a rank's file of a segment, if the cap allows it; the store stays locked meanwhile.
 
+        Where the file system takes more for it than it has bytes, there must be room for that, too.
         Raises DeviceError with nothing left behind: ENOSPC where the cap or the drive has no room,
         EAGAIN where another process holds the store lock for long, and as ``create_segment``.
         """
@@ -685,21 +689,36 @@ class Store:
                 mine = next((each for each in stock.homes if each.id == home.id), None)
                 if mine is None or mine.record is None:
                     raise DeviceError(errno.ENOENT, f"{what}: the engine store is gone, or its HOME does not decode")
-                charge_bytes = mine.owed_bytes + needed_bytes
-                if mine.charged_bytes + charge_bytes > mine.record.cap_bytes:
-                    raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
-                if not self._trim(stock, mine.record.fingerprint, charge_bytes, joint=mine.record.joint_cap):
-                    raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
-                if not self._has_room(stock, mine, folder, needed_bytes):
-                    raise DeviceError(errno.ENOSPC, f"{what}: the drive has no room")
-                file = create_segment(folder, spec, rank, rank_count, mine.record.fingerprint)
-                if os.fstat(file.fd).st_blocks * paths.STAT_BLOCK_BYTES > needed_bytes:
+                drive = os.stat(folder.path).st_dev
+                while True:
+                    more_bytes = self._more_bytes.get(drive, 0)
+                    self._make_room_on(folder, stock, mine, needed_bytes + more_bytes, what)
+                    file = create_segment(folder, spec, rank, rank_count, mine.record.fingerprint)
+                    taken_bytes = os.fstat(file.fd).st_blocks * paths.STAT_BLOCK_BYTES
+                    if taken_bytes <= needed_bytes + more_bytes:
+                        return file
                     file.close()
                     drop_segment(folder, spec.segment, rank)
-                    raise DeviceError(errno.ENOSPC, f"{what}: the file system needs more for it than it has bytes")
-                return file
+                    self._more_bytes[drive] = taken_bytes - needed_bytes
+                    self._log.warn(
+                        "more",
+                        f"the file system of {folder.path} takes {taken_bytes} bytes for a file of {needed_bytes}: "
+                        "the NVMe tier holds less than nvme_bytes",
+                    )
         except StoreLocked as error:
             raise DeviceError(errno.EAGAIN, f"{what}: {error}") from None
+
+    def _make_room_on(self, folder: DriveFolder, stock: Stock, mine: Holding, needed_bytes: int, what: str) -> None:
+        """Make room for so many bytes of segments. Raises DeviceError (ENOSPC) where the caps or
+        the drive have none."""
+        assert mine.record is not None
+        charge_bytes = mine.owed_bytes + needed_bytes
+        if mine.charged_bytes + charge_bytes > mine.record.cap_bytes:
+            raise DeviceError(errno.ENOSPC, f"{what}: the cap of this engine is reached")
+        if not self._trim(stock, mine.record.fingerprint, charge_bytes, joint=mine.record.joint_cap):
+            raise DeviceError(errno.ENOSPC, f"{what}: the caps of all engines of the store are reached")
+        if not self._has_room(stock, mine, folder, needed_bytes):
+            raise DeviceError(errno.ENOSPC, f"{what}: the drive has no room")
 
     def room_bytes(self, home_id: str) -> int:
         """Return what a home has on the drives, with what they have free and what may make room for

@@ -21,6 +21,7 @@ from kvdisk.device.cap import ORPHAN_SPARED_S
 from kvdisk.device.control import JointCap, home_ids, read_record, write_record
 from kvdisk.device.store import Store
 from kvdisk.errors import DeviceError
+from kvdisk.geometry import round_up
 from kvdisk.messages import HomeSpec, SegmentSpec
 from kvdisk.worker import files as files_module
 from kvdisk.worker.files import HomeFiles
@@ -280,9 +281,22 @@ def test_a_start_deletes_what_does_not_fit_and_no_more(path):
 def test_a_segment_that_took_more_than_it_has_is_undone(path, monkeypatch):
     engine = Engine(path, "a")
     before, real = allocated(path), os.posix_fallocate
-    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, count: real(fd, offset, count + MIB))
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, count: real(fd, offset, count + CAP))
     assert not engine.makes()
     assert allocated(path) == before
+    engine.leave()
+
+
+def test_a_file_system_that_takes_more_for_a_segment_holds_fewer(path, monkeypatch):
+    """As one with large clusters does. What is there counts as it is, also after a restart."""
+    engine, real = Engine(path, "a"), os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, _, count: real(fd, 0, round_up(count, 2 * MIB)))
+    assert engine.fill() == 3
+    assert 6 * MIB < allocated(path) <= CAP
+    engine.leave()
+    engine = Engine(path, "a")
+    assert engine.next == 3
+    assert not engine.makes()
     engine.leave()
 
 
