@@ -41,7 +41,7 @@ def unlock_directory(fd: int) -> None:
     if fd >= 0:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        paths.close(fd)
 
 
 def _try_directory(fd: int, kind: int) -> bool:
@@ -95,7 +95,7 @@ class HomeLock:
         """Close the descriptors that ``look`` opened."""
         for fd in (self.file_fd, self.directory_fd):
             if fd >= 0:
-                os.close(fd)
+                paths.close(fd)
         self.file_fd = self.directory_fd = -1
 
     # -- to hold ---------------------------------------------------------------------------------

@@ -360,9 +360,20 @@ def take_lock(path: Path, kind: int, timeout_s: float, what: str, *, readonly: b
 def unlock(fd: int) -> int:
     """Release a lock, close its descriptor (-1: there is none) and return -1."""
     if fd >= 0:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing alone would leave it to a child that a fork gave the descriptor
-        os.close(fd)
+        with suppress(OSError):  # closing alone would leave it to a child that a fork gave the descriptor
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        close(fd)
     return -1
+
+
+def close(fd: int) -> None:
+    """Close a descriptor of a file that nobody writes any more. The number is free whatever the
+    file system says then: NFS and FUSE fail while their server is away."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise
 
 
 def same_file(fd: int, path: Path) -> bool:

@@ -83,7 +83,7 @@ class SegmentFile:
         """Close the file; ``fd`` becomes -1. The caller has detached it from its device before.
         Idempotent."""
         if self.fd >= 0:
-            os.close(self.fd)
+            paths.close(self.fd)
             self.fd = -1
 
 
@@ -169,7 +169,7 @@ def scan_file(folder: DriveFolder, segment: int, rank: int, flags: int = os.O_RD
             if length_bytes < segment_file_bytes(header.slot_bytes, header.slot_count):
                 raise CorruptRecord(f"{path} has {length_bytes} bytes, too few for its {header.slot_count} slots")
         except BaseException:
-            os.close(fd)
+            paths.close(fd)
             raise
     return SegmentFile(fd, header)
 
@@ -286,7 +286,7 @@ def _discard(fd: int, path: Path) -> None:
         os.truncate(fd, 0)
     with suppress(OSError):
         path.unlink()
-    os.close(fd)
+    paths.close(fd)
 
 
 def make_direct(fd: int, first: Callable[[], object]) -> bool:

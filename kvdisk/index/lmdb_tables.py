@@ -195,7 +195,8 @@ class LmdbTables:
     def _let_go(self) -> None:
         """Close the directory, and so release its lock."""
         if self._directory_fd >= 0:
-            os.close(self._directory_fd)
+            with suppress(OSError):  # it is closed whatever a file system says that has gone away
+                os.close(self._directory_fd)
             self._directory_fd = -1
 
     def _open(self) -> None:

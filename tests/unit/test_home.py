@@ -8,6 +8,7 @@ processes.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -325,6 +326,24 @@ def test_what_is_no_index_is_not_sound_and_is_replaced(store, indexed, tmp_path,
     after = taken(store, "boot-2")
     assert after.index_is_sound()
     after.close(clean=False)
+
+
+@pytest.mark.parametrize("call", ["close", "flock"])
+def test_a_home_on_a_file_system_that_goes_away_is_released_all_the_same(store, monkeypatch, call):
+    """As NFS and FUSE fail: the locks cannot be released in order, and nothing else is left
+    open."""
+    home, real = acquire(store), os.close
+
+    def fails(fd, *_):
+        if call == "close":
+            real(fd)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(fcntl if call == "flock" else os, call, fails)
+    home.release()
+    home.release()
+    monkeypatch.undo()
+    assert alive(store) == {home.id: False}
 
 
 def test_clean_is_said_after_all_bytes_are_synced(store, monkeypatch):

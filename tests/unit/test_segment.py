@@ -159,6 +159,25 @@ def test_a_full_drive_gives_everything_back(home, monkeypatch):
     assert open_below(home.segments_path) == []
 
 
+def test_a_file_system_that_fails_as_a_file_is_closed_has_closed_it(home, monkeypatch):
+    """As NFS and FUSE do: it is no error, and the number is not closed again, which others may have
+    by then."""
+    made, numbers, real = create(home), list[int](), os.close
+
+    def fails(fd):
+        numbers.append(fd)
+        real(fd)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "close", fails)
+    made.close()
+    made.close()
+    monkeypatch.undo()
+    assert len(numbers) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        paths.close(numbers[0])  # a mistake of ours
+
+
 def test_drops_and_what_a_crash_left_go_rank_by_rank(home):
     for segment in (1, 2, 5, 10):
         for rank in (0, 1):
