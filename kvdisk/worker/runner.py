@@ -38,6 +38,7 @@ _COUNTED = {
     Reason.CHECKSUM: "verification_failures.checksum",
     Reason.DEADLINE: "deadline_misses",
 }
+_READS = frozenset({JobKind.LOAD, JobKind.PROMOTE})
 _SUMS = frozenset({Leg.SEAL, Leg.CHECK, Leg.SUM})
 
 
@@ -80,6 +81,9 @@ class Runner:
         self._works: dict[JobId, Work] = {}
         self._waiting: list[Work] = []
         """Jobs that name a segment which is being opened or dropped."""
+        self._files_hang = False
+        """A read has waited in vain for such a segment, and no job of files has ended since: reads
+        fail at once there, rather than hold up a request each."""
         self._soonest_s = math.inf
         """No job's deadline that has not been looked at is sooner."""
         self._stopping = False
@@ -105,7 +109,7 @@ class Runner:
             else:
                 self._files.add(job)
             return
-        if self._files.is_blocked(job):
+        if self._files.is_blocked(job) and not (self._files_hang and job.kind in _READS):
             self._waiting.append(work)
         else:
             self._admit(work)
@@ -141,6 +145,7 @@ class Runner:
         """Finish jobs of files that have ended, and admit what waited for them; return whether any
         has."""
         ended = self._files.turn()
+        self._files_hang &= not ended
         for job, reason in ended:
             work = self._works[job.id]
             if reason is not None:
@@ -233,10 +238,16 @@ class Runner:
         stuck = self._device_io.stuck
         if not stuck and now_s <= self._soonest_s:
             return False  # the usual case, in which the queue is not looked at
+        hangs = any(work.deadline_s < now_s and work.job.kind in _READS for work in self._waiting)
         failed = self._fail_unstarted(
             Reason.DEADLINE,
             lambda work, batch: work.deadline_s < now_s or (batch and (batch.drive, batch.route.writes_drive) in stuck),
         )
+        if hangs:
+            self._files_hang = True
+            for work in [work for work in self._waiting if work.job.kind in _READS]:
+                self._waiting.remove(work)
+                self._admit(work)
         left = [batch.work.deadline_s for batch in self._batches.queued] + [work.deadline_s for work in self._waiting]
         self._soonest_s = min(left, default=math.inf)
         if failed:

@@ -58,6 +58,27 @@ def test_a_job_that_waits_for_a_segment_is_given_up_in_time(rank):
     assert rank.results[later].failed == {}
 
 
+def test_while_a_drive_hangs_over_a_file_one_load_waits_in_vain_and_no_other(rank):
+    rank.await_jobs(rank.submit(JobKind.STORE, [move(1, 0, 1, nvme=1)]))
+    make = rank.submit(JobKind.OPEN_SEGMENT, segment=SLOW)
+    waits = rank.submit(JobKind.LOAD, [slow_move(2)])
+    rank.now_s = 5.0
+    stays = rank.submit(JobKind.STORE, [slow_move(3)])
+    beside = rank.submit(JobKind.LOAD, [slow_move(4)])
+    rank.now_s = 11.0
+    rank.await_jobs(waits, beside)
+    assert rank.results[waits].failed == {0: Reason.DEADLINE}
+    assert rank.results[beside].failed == {0: Reason.IO_ERROR}
+    later = rank.submit(JobKind.LOAD, [move(1, 0, 5, nvme=1), slow_move(6)])
+    rank.await_jobs(later)
+    assert rank.results[later].failed == {1: Reason.IO_ERROR}
+    rank.files.slow[7].set()
+    rank.await_jobs(make, stays)
+    after = rank.submit(JobKind.LOAD, [slow_move(3)])
+    rank.await_jobs(after)
+    assert rank.results[stays].failed == rank.results[after].failed == {}
+
+
 def test_close_ends_the_file_under_way_and_starts_no_other(rank):
     jobs = [rank.job(JobKind.OPEN_SEGMENT, segment=SLOW._replace(segment=segment)) for segment in (7, 8)]
     make, after = (job.id for job in jobs)
