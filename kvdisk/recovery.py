@@ -92,7 +92,7 @@ def rebuild_index(home: Home, index_bytes: int, *, leave_unread: bool = False) -
 
     found = scan_home(home.folders, shape, watch, spread=home.is_spread, leave_unread=leave_unread)
     remove_lost(home.folders, list(found.lost))
-    segments = [SegmentRecord(*segment[:4]) for segment in found.segments]
+    segments = list(map(SegmentRecord.of, found.segments))
     blocks = _as_records(found.blocks)
     _write_index(home, segments, blocks, max(index_bytes, map_bytes_for(len(blocks.keys))))
     for (drive, segment), why in found.lost.items():

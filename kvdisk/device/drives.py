@@ -227,19 +227,6 @@ def _store_id_of(first: Drive, path: Path, create: bool, now_s: int) -> str:
     return record.store_id
 
 
-def folders_of(drives: Sequence[Drive], home_path: Path, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
-    """Return where the parts of a home lie, in the order of its record; None on a drive that is not
-    among these."""
-    where = {drive.store_id: drive.path for drive in drives[1:]}
-    return (
-        DriveFolder(home_path),
-        *(
-            DriveFolder(where[name.store_id] / HOMES / name.folder) if name.store_id in where else None
-            for name in record.drives[1:]
-        ),
-    )
-
-
 def serves(drives: Sequence[Drive], record: HomeRecord) -> bool:
     """Whether every drive of a home is among these, the first as the first."""
     return record.drives[0].store_id == drives[0].store_id and {name.store_id for name in record.drives} <= {

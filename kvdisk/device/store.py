@@ -28,7 +28,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -72,7 +72,6 @@ from kvdisk.device.drives import (
     Directories,
     Drive,
     check_is_first,
-    folders_of,
     list_directories,
     list_folders,
     make_folders,
@@ -271,12 +270,13 @@ class Store:
                 created_s=self.now_s(),
                 index_bytes=index_bytes,
                 index_sum="",
-                drives=with_all(self.drives, ()),
+                drives=(),
             ).with_together(stock.together_at_start(cap_bytes, joint))
             while True:
-                mine, home_id = self._choose(stock, fingerprint, description, joint, cap_bytes), uuid.uuid4().hex
+                mine, home_id = self._choose(stock, new, joint), uuid.uuid4().hex
                 record = new if mine is None or mine.record is None else self._after(mine.record, new)
-                record = replace(record, lineage=(record.lineage or home_id) if spread else "")
+                lineage = (record.lineage or home_id) if spread else ""
+                record = replace(record, drives=with_all(self.drives, record.drives), lineage=lineage)
                 try:
                     lock = self._own(stock, mine, home_id, record)
                     return self._held(home_id, record, lock, None if mine is None else mine.id)
@@ -289,14 +289,14 @@ class Store:
                     new = replace(new, description={**new.description, LEAVES: sorted(leaves)})
 
     def _after(self, old: HomeRecord, new: HomeRecord) -> HomeRecord:
-        """Return what HOME says of a home that said ``old``, and that an owner takes over for whom
-        a new one would say ``new``."""
+        """Return what HOME says of a home that an owner takes over: ``new``, with what stays of
+        ``old``."""
         return replace(
             new,
             boot_id=self._boot_of(old),
             created_s=old.created_s,
             index_sum=old.index_sum,
-            drives=with_all(self.drives, old.drives),
+            drives=old.drives,
             lineage=old.lineage,
         )
 
@@ -315,8 +315,8 @@ class Store:
             with self._stock() as stock:
                 alike = [
                     home.live
-                    for home in stock.of(joint)
-                    if home.record and home.record.suits(fingerprint, description) and home.record.is_of_member(joint)
+                    for home, record in _that_suit(stock.of(joint), fingerprint, description)
+                    if record.is_of_member(joint)
                 ]
                 if not alike or not all(alike) or not stock.exceeds_joint(joint, needed_bytes):
                     return
@@ -351,31 +351,31 @@ class Store:
         return next((drive.path for drive in self.drives if inner.is_relative_to(drive.path)), self.path)
 
     def _tell_of_other_machines(self, stock: Stock, fingerprint: bytes, description: dict[str, Any]) -> None:
-        for home in stock.homes:
-            record = home.record if home.live else None
-            if record and record.suits(fingerprint, description) and self.is_of_another_machine(record):
+        for home, record in _that_suit(stock.homes, fingerprint, description):
+            if home.live and self.is_of_another_machine(record):
                 ago_s = self.now_s() - record.last_use_s
                 when = f"{ago_s} s ago" if ago_s >= -AHEAD_S else f"by a clock that is {-ago_s} s ahead of this one"
                 logger.warning("kvdisk leaves engine store %s alone: another machine used it %s", home.id, when)
 
-    def _choose(
-        self, stock: Stock, fingerprint: bytes, description: dict[str, Any], joint: JointCap | None, cap_bytes: int
-    ) -> Holding | None:
+    def _choose(self, stock: Stock, new: HomeRecord, joint: JointCap | None) -> Holding | None:
+        """Return the home that an owner takes over whose HOME would say ``new``; None: there is
+        none."""
         fit = [
-            (home.record.cap_bytes, home.allocated_bytes, home.last_use_s, home)
-            for home in stock.unowned
-            if home.record
-            and home.record.suits(fingerprint, description)
-            and home.record.is_of_member(joint)
-            and serves(self.drives, home.record)
+            (home, record)
+            for home, record in _that_suit(stock.unowned, new.fingerprint, new.description)
+            if record.is_of_member(joint) and serves(self.drives, record)
         ]
-        alike = [home.record for cap, _, _, home in fit if home.record and cap == cap_bytes]
+        alike = [record for _, record in fit if record.cap_bytes == new.cap_bytes]
         if alike:
             # What would be cut is of an engine with more room, which may start after this one; or
             # of a start with this cap that did not come to cut it, and may have left it.
             left = frozenset[str]().union(*(record.leaves for record in alike))
-            fit = [found for found in fit if found[0] == cap_bytes or found[1] <= cap_bytes or found[3].id in left]
-        return max(fit, key=lambda found: found[1:3])[3] if fit else None
+            fit = [
+                (home, record)
+                for home, record in fit
+                if record.cap_bytes == new.cap_bytes or home.allocated_bytes <= new.cap_bytes or home.id in left
+            ]
+        return max((home for home, _ in fit), key=lambda home: (home.allocated_bytes, home.last_use_s), default=None)
 
     def _make_room(self, stock: Stock, mine: Holding | None, home_id: str, record: HomeRecord) -> None:
         """Delete unowned homes until all fits beside this home, which is owned now; it counts with
@@ -542,7 +542,12 @@ class Store:
     def folders(self, home_id: str, record: HomeRecord) -> tuple[DriveFolder | None, ...]:
         """Return a home's folders in the order of its ``drives``; None on a drive not opened
         here."""
-        return folders_of(self.drives, self.home_path(home_id), record)
+        where = {drive.store_id: drive.path / HOMES for drive in self.drives[1:]}
+        further = [
+            DriveFolder(where[name.store_id] / name.folder) if name.store_id in where else None
+            for name in record.drives[1:]
+        ]
+        return DriveFolder(self.home_path(home_id)), *further
 
     def now_s(self) -> int:
         """Whole seconds since the Unix epoch."""
@@ -955,6 +960,15 @@ class Store:
             record = read_store(self.path) or StoreRecord(make_store(self.path, self.now_s(), None), None)
             mend_store(self.path, record, self.now_s())
             return record
+
+
+def _that_suit(
+    homes: Iterable[Holding], fingerprint: bytes, description: dict[str, Any]
+) -> Iterator[tuple[Holding, HomeRecord]]:
+    """Yield the homes that an engine of this fingerprint and description can read."""
+    for home in homes:
+        if home.record is not None and home.record.suits(fingerprint, description):
+            yield home, home.record
 
 
 def _free_bytes(path: Path) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdisk.blocks import BlockKey, Slot
+from kvdisk.messages import SegmentSpec
 
 
 class BlockRecord(NamedTuple):
@@ -93,6 +94,11 @@ class SegmentRecord(NamedTuple):
     slot_bytes: int
     slot_count: int
     drive: int = 0
+
+    @classmethod
+    def of(cls, spec: SegmentSpec) -> SegmentRecord:
+        """Return the record of a segment that was made, or found on the drive."""
+        return cls(spec.segment, spec.slot_bytes, spec.slot_count, spec.drive)
 
 
 class ForeignCopy(NamedTuple):

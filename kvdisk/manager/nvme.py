@@ -426,7 +426,7 @@ class NvmeSpace(TierSpace):
             return
         if spec.create:
             self._shift.made(spec)
-            self._ticket = self._index.put_segment(SegmentRecord(*spec[:4]))
+            self._ticket = self._index.put_segment(SegmentRecord.of(spec))
         if spec.create and self._geometry.replicated:
             self.segments.open(spec._replace(create=False))  # one rank has made it for all
         elif not self.pool.has_segment(spec.segment):
