@@ -28,7 +28,7 @@ from kvdisk.connector.model_code import code_digest, foreign_code, refuse_code_w
 from kvdisk.connector.model_files import WITHOUT, drafter_load
 from kvdisk.connector.model_settings import settings_that_compute
 from kvdisk.connector.model_weights import WeightsDigest, how_digest, loaded_of, reads_more, weights_digest
-from kvdisk.connector.refusals import refuse_answers, refuse_more_than_kv
+from kvdisk.connector.refusals import refuse_answers, refuse_more_than_kv, refuse_windows_in_chunks
 from kvdisk.connector.sizes import ranks_are_alike
 from kvdisk.connector.versions import vllm_minor_version
 from kvdisk.errors import ConfigError
@@ -233,6 +233,7 @@ def fingerprint_of_rows(
         refuse_other_machines(whose[0])
         refuse_more_than_kv(*whose)
         refuse_answers(*whose)
+        refuse_windows_in_chunks(config.cache.blocks_per_chunk, whose[1])
         if name is None:
             refuse_nameless_rows(whose[0])
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvdisk.connector.deployment import sleeps
 from kvdisk.connector.kv_groups import REACHES, has_drafter, has_other_kv_of_answers, specs_of
@@ -21,6 +21,8 @@ from kvdisk.geometry import Geometry
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+_WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 _SLEEP_HOOK = "unregister_kv_caches"
 """What vLLM 0.33 and later call before they unmap the KV cache."""
@@ -74,6 +76,18 @@ def refuse_answers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> N
         raise ConfigError(
             "The tier 'kvdisk' needs offload_prompt_only for a model whose generated tokens have other KV than those "
             "of a prompt: leave it out."
+        )
+
+
+def refuse_windows_in_chunks(blocks_per_chunk: int, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError where vLLM's own offloading puts several blocks of a window into a chunk.
+    vLLM: a block that the window has left may be another's before its chunk is full, the chunk is
+    stored without it, and what comes behind it moves up into its place."""
+    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group))
+    if blocks_per_chunk > 1 and any(isinstance(spec, _WINDOWS) for spec in specs):
+        raise ConfigError(
+            "The tier 'kvdisk' does not support block_size for a model with sliding windows or chunked attention, of "
+            "which vLLM then stores some blocks in the place of others: leave it out."
         )
 
 

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,14 @@ from support.tiering import GROUP_IDS, TOKENS, Door, make_manager
 from test_scheduler_weights import Engine
 from test_start import PLAIN
 from vllm.multimodal.inputs import PlaceholderRange
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, RSWASpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -782,6 +790,24 @@ def test_generated_tokens_with_other_kv_than_a_prompts_are_refused(tiny_llama, k
         fingerprint_of_rows(_config_of(1), 4096, (config, cache), "a name")
     config.kv_transfer_config.kv_connector_extra_config.clear()
     fingerprint_of_rows(_config_of(1), 4096, (config, cache), "a name")
+
+
+@pytest.mark.parametrize("kind", ["window", "chunked", "plain"])
+def test_windows_in_chunks_of_several_blocks_are_refused(tiny_llama, kind):
+    register()
+    shape = {"block_size": TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    spec = {
+        "window": SlidingWindowSpec(**shape, sliding_window=TOKENS),
+        "chunked": ChunkedLocalAttentionSpec(**shape, attention_chunk_size=TOKENS),
+        "plain": FullAttentionSpec(**shape, sliding_window=TOKENS),
+    }[kind]
+    whose = vllm_config(tiny_llama), replace(PLAIN, kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)])
+    one = _config_of(1)
+    fingerprint_of_rows(one, 4096, whose, "a name")
+    several = replace(one, cache=replace(one.cache, blocks_per_chunk=2))
+    refused = nullcontext() if kind == "plain" else pytest.raises(ConfigError, match="does not support block_size")
+    with refused:
+        fingerprint_of_rows(several, 4096, whose, "a name")
 
 
 def _rows_of(tensor: int, **changes: Any) -> bytes:
