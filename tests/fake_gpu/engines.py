@@ -117,17 +117,20 @@ def begin(_: Any, order: str, seed: int) -> None:
     StoreSources.take_fence = noted  # type: ignore[method-assign]
 
 
-def _describe(worker: Any) -> tuple[str, set[tuple[int, int, int]]]:
+def _get_runner_and_caches(worker: Any) -> tuple[str, set[tuple[int, int, int]]]:
     """Return the module of a worker's runner, and its caches: address, bytes, bytes of a block."""
-    runner = worker.model_runner
-    memories = [cache.untyped_storage() for cache in runner.kv_caches]
-    blocks = runner.kv_cache_config.num_blocks
-    return type(runner).__module__, {(each.data_ptr(), each.nbytes(), each.nbytes() // blocks) for each in memories}
+    runner, found = worker.model_runner, set()
+    for cache in runner.kv_caches:
+        dim = cache.shape.index(runner.kv_cache_config.num_blocks)
+        for part in cache if dim == 1 else [cache]:
+            block_bytes = part.stride(0) * part.element_size()
+            found.add((part.data_ptr(), block_bytes * len(part), block_bytes))
+    return type(runner).__module__, found
 
 
 def seen(llm: Any) -> dict[str, Any]:
     """Return what the GPU has seen, and what runs the model."""
-    ((runner, caches),) = llm.collective_rpc(_describe)
+    ((runner, caches),) = llm.collective_rpc(_get_runner_and_caches)
     kernels = control.counts(kernels=True)
     return {
         "runner": runner,
