@@ -16,7 +16,7 @@ from kvdisk.identity import GUESS, Identity, Named
 from kvdisk.mailbox import Mailbox
 from kvdisk.manager.manager import TierManager
 from kvdisk.manager.parts import Parts
-from kvdisk.messages import HomeSpec, JobKind
+from kvdisk.messages import GuestSpec, HomeSpec, JobKind
 
 logger = logging.getLogger("kvdisk")
 
@@ -60,7 +60,9 @@ class LateIdentity:
         if named is not None:
             if self._is_of(named):
                 logger.info("kvdisk serves from all its tiers now, %.0f s later.", time.monotonic() - self._began_s)
-                self._mailbox.post(lambda: self._identify(named))
+                store, ranks = self._engine_store, self._parts.geometry.rank_count
+                guests = None if store is None else guests_of(store.home, ranks)  # which looks at the drive
+                self._mailbox.post(lambda: self._identify(named, guests))
             self._is_over = True
 
     def _is_of(self, named: Named) -> bool:
@@ -84,11 +86,10 @@ class LateIdentity:
         )
         return False
 
-    def _identify(self, named: Named) -> None:
+    def _identify(self, named: Named, guests: GuestSpec | None) -> None:
         """The scheduler's thread calls this."""
         if self._engine_store is not None:
             home = self._engine_store.home
-            guests = guests_of(home, self._parts.geometry.rank_count)
             self._engine_store.nvme.identify(HomeSpec(home.id, home.fingerprint, guests=guests))
         else:
             self._parts.transfers.add(JobKind.OPEN_HOME, [], [], home=HomeSpec("", named.fingerprint))

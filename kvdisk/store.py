@@ -297,7 +297,7 @@ class BlockStore(BlockStoreFace):
         ``start_mover``: None: a thread of this process. ``joint_cap``: what bounds this store and
         others, of any process and namespace, together, beside each one's ``nvme_bytes``. The CPU
         tier of ``config`` is not used. Waits for the drive. Raises ValueError, ConfigError,
-        StoreLocked, DeviceError.
+        StoreLocked, DeviceError, CorruptRecord.
         """
         is_name = isinstance(namespace, bytes) and len(namespace) == FINGERPRINT_BYTES
         need(is_name, f"a namespace has {FINGERPRINT_BYTES} bytes")

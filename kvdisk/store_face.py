@@ -334,8 +334,11 @@ class BlockStoreFace(ABC):
 
     @abstractmethod
     def delete(self, tag: int, keys: Sequence[BlockKey]) -> None:
-        """Delete blocks for good: nobody finds them here from now on, nor, once the tag has ended
-        as DONE or ABSENT, after any restart or crash. A result for each key.
+        """Delete blocks: nobody finds them here from now on, nor, once the tag has ended as DONE or
+        ABSENT, after a restart, however the process ended. A result for each key.
+
+        An index that is lost, as in a crash of the machine, is rebuilt from the slots on the drive,
+        and may name them again.
 
         A get under way ends as it would. A put under way leaves nothing, and one that waits for
         room is CANCELLED. Copies of other engines of the store, and in the remote store, stay:

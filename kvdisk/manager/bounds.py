@@ -65,8 +65,8 @@ PLACES_MOVED = 64
 
 # -- memory: what comes beyond is forgotten, or the oldest is --------------------------------------
 QUESTION_BLOCKS = 16384
-"""Blocks of one question to another index, over all groups: for the rest of a longer prompt it is
-asked again."""
+"""Blocks of one question to another index, over all groups, where a step's share is not less: for
+the rest of a longer prompt it is asked again."""
 QUESTIONS = 8192
 """Requests whose question is not answered. Of those that come then nothing is asked."""
 HINTS = 1 << 18

@@ -236,6 +236,7 @@ class LoadJobs:
             self._demand.reach(request, group.group, min(1, stop))
             stretches.append((first, stop))
             blocks += stop - first
+            self._state.taken_blocks += (stop - first) * group.gpu_blocks
         # A short hit does not wait for a long one.
         most = max(1, SHARES[Kind.LOADS].blocks // 8, self._work.left(Kind.LOADS))
         reads: list[Read] = []
@@ -246,7 +247,6 @@ class LoadJobs:
         request.loading = True
         request.load_start_tokens, request.load_end_tokens = local_tokens, end_tokens
         request.wait_started_s = None
-        self._state.taken_blocks += len(load.keys)
         self._hits.scheduled(request, external_tokens, load.blocks)
         if load.rest is not None:
             # All of a long load is found and pinned in this call: half of the share is for another.

@@ -147,6 +147,15 @@ def test_spillover_stores_units_before_the_engine_takes_one_of_their_blocks(tier
     assert bench.stats["loaded_blocks"] == 2
 
 
+def test_of_a_load_each_block_of_a_unit_counts_as_taken(monkeypatch):
+    bench, asked = TierBench((16,), geometry=Geometry(GEOMETRY.groups[:1], 1, 2), gpu_blocks=60), []
+    bench.serve("aabbccddeeffgghhx")
+    monkeypatch.setattr(bench.manager._stores._store_policy, "free_offers", lambda _: asked.append(1) or ())
+    monkeypatch.setattr(bench.engine.pool, "step_blocks", 8)
+    bench.serve("aabbccddeeffgghhx", cold=True)
+    assert bench.stats["loaded_blocks"] == 4 and asked == [1]
+
+
 def test_a_unit_that_has_lost_a_block_before_there_was_room_is_not_stored():
     geometry = Geometry(GEOMETRY.groups[:1], 1, 2)
     bench = TierBench((40,), geometry=geometry, gpu_blocks=13, store_policy="spillover")
