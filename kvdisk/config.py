@@ -231,15 +231,16 @@ class Config:
     """
     nvme_admission: str = _setting("learned", _parse_admission, of_tier=True)
     """Which blocks may enter the NVMe tier, with the same choices. `"learned"`: everything while
-    there is room, then what is likelier to be asked for than what would leave for it; once nobody
+    more than an eighth of it is free, then what is likelier to be asked for than what would leave for it; once nobody
     new has come for long, everything again. Memory still serves what NVMe refuses, while it is
     there.
 
     Example: "reuse(2)"
     """
     nvme_write_bytes_per_day: int | None = _setting(None, parse_bytes, of_tier=True)
-    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance.
-    When it is spent, reads and hits in memory go on ([the budget](SCHEDULING.md#admission)).
+    """The most that is written to NVMe in any 24 hours, over all ranks, for the drive's endurance;
+    at once at most an hour's share. When it is spent, reads and hits in memory go on ([the
+    budget](SCHEDULING.md#admission)).
 
     Default: none
     Example: "2TB"
@@ -385,8 +386,9 @@ class Config:
     Example: 64
     """
     min_load_tokens: int | None = _setting(None, _parse_tokens)
-    """Hits of fewer tokens are computed instead of loaded. `"auto"`: hits that would be computed
-    sooner than the quickest recent load took. 0: every hit is loaded.
+    """Hits of fewer tokens are computed instead of loaded. `"auto"`: hits of fewer than four blocks
+    that would be computed sooner than the quickest recent load took; one in 16 of them is loaded,
+    to learn. 0: every hit is loaded.
 
     Default: `"auto"`: learnt
     Example: 512

@@ -134,7 +134,8 @@ CONFIGURATION = """\
 For those who set up an engine: what can be set, and what is the default?
 
 Each setting is a variable, or a key of `kv_connector_extra_config`, which is a part of vLLM's
-`--kv-transfer-config`. None is required: without any, kvdisk keeps blocks in 4 GiB of host memory.
+`--kv-transfer-config`. One is enough to have vLLM use kvdisk; without `KVDISK_STORE_DIRS` blocks
+are kept in host memory alone, 4 GiB unless you say otherwise.
 With a drive:
 
 ```
@@ -158,8 +159,8 @@ cpu_bytes must be a size in bytes such as 1073741824 or '500GiB', not '4 gigs'.
 1024, and so are `Ki`, `Mi`, `Gi` and `Ti`, as Kubernetes writes them. `kB`, `MB`, `GB`, `TB` and
 `K`, `M`, `G`, `T` are powers of 1000. Capitals do not matter, but `m` alone is refused. A size
 *over all ranks* is shared by the engine's workers: each takes its share. **Times** are seconds.
-`null` is
-the default. [Operating](OPERATING.md#limits-of-a-request) says what a request may ask for itself.
+`null` is the default. [Operating](OPERATING.md#limits-of-a-request) says what a request may ask for
+itself.
 
 ## As variables
 
