@@ -231,9 +231,9 @@ class Config:
     """
     nvme_admission: str = _setting("learned", _parse_admission, of_tier=True)
     """Which blocks may enter the NVMe tier, with the same choices. `"learned"`: everything while
-    more than an eighth of it is free, then what is likelier to be asked for than what would leave for it; once nobody
-    new has come for long, everything again. Memory still serves what NVMe refuses, while it is
-    there.
+    more than an eighth of it is free, then what is likelier to be asked for than what would leave
+    for it; once nobody new has come for long, everything again. Memory still serves what NVMe
+    refuses, while it is there.
 
     Example: "reuse(2)"
     """
