@@ -59,9 +59,9 @@ class LateIdentity:
             logger.info("kvdisk serves from memory alone while it reads the model's weights to identify them.")
         if named is not None:
             if self._is_of(named):
-                logger.info("kvdisk serves from all its tiers now, %.0f s later.", time.monotonic() - self._began_s)
                 store, ranks = self._engine_store, self._parts.geometry.rank_count
                 guests = None if store is None else guests_of(store.home, ranks)  # which looks at the drive
+                logger.info("kvdisk serves from all its tiers now, %.0f s later.", time.monotonic() - self._began_s)
                 self._mailbox.post(lambda: self._identify(named, guests))
             self._is_over = True
 
